@@ -43,6 +43,7 @@ if __name__ == "__main__":
     begin()  # before the imports below, in which Ctrl-C would print a traceback
 
 from benchmark_elastic_job import POINTS, Emulation
+from compare_wire_formats import mean_and_error
 
 from megazpp.base.program import end_with, exit_on_signals, flags_of, program, say
 from megazpp.elastic.rounds import BLIP_SECONDS
@@ -190,7 +191,7 @@ def measure_kills(out: Path) -> str:
             run.start(name, **seconds)
         for index, point in enumerate(POINTS, start=1):
             killed = out / f"killed-{index}"
-            group = run.start_and_join("b", kill_at=index, killed_file=str(killed), **seconds)
+            group = run.start_and_join("b", kill_at=point, killed_file=str(killed), **seconds)
             joined = len(run.commits())
             run.wait(killed.exists)
             run.kill(group)
@@ -330,8 +331,7 @@ def measure_loss(out: Path, seeds: Sequence[int] = (1, 2, 3)) -> str:
                 returned = sum(int(n) for n in re.findall(r"(\d+) steps of its leases are free", run.said()))
                 say(f"seed {seed}, {kills} kills: loss {losses[kills]:.4f}, {merged} steps merged, {returned} returned")
         differences.append(losses[3] - losses[0])
-    spread = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-    return f"with kills the validation loss differs by {statistics.mean(differences):+.4f} ± {spread:.4f}"
+    return f"with kills the validation loss differs by {mean_and_error(differences)}"
 
 
 EXPERIMENTS = {

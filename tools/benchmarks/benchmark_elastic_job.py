@@ -1,9 +1,9 @@
 """Run pretrain_gpt.py for benchmark_elastic.py, with emulated slow steps and links, or with a kill at a chosen point.
 
-    python tools/benchmarks/benchmark_elastic_job.py '{"step_seconds": 0.2, "kill_at": 5}' FLAGS OF pretrain_gpt.py
+    python tools/benchmarks/benchmark_elastic_job.py '{"step_seconds": 0.2, "kill_at": "commit applied"}' FLAGS
 
-The program has no option to be slow or to fail on request. This file therefore replaces a few functions of elastic
-DiLoCo before it starts the program.
+FLAGS are the flags of pretrain_gpt.py. That program has no option to be slow or to fail on request. This file therefore
+replaces a few functions of elastic DiLoCo before it starts the program.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a checkout that is not installed
 
 import pretrain_gpt
+from megazpp.base.files import write_whole
 from megazpp.base.program import LAUNCHER_PID
 from megazpp.diloco.rows import WholeRows
-from megazpp.elastic import agent, wire
+from megazpp.elastic import agent
 from megazpp.elastic.agent import Agent
 from megazpp.elastic.loop import ElasticLoop, LeasedLoader
 from megazpp.elastic.outer import WholeOuter
+from megazpp.elastic.wire import Channel
 
-POINTS = (  # points of a DiLoCo round at which a job can be killed
-    "before the first step",
-    "in the middle of the interval",
-    "before packing its contribution",
-    "contribution packed",
-    "contribution published",
-    "another group asks for it",
-    "half of it is sent",
-    "it is sent to one group",
-    "before applying the commit",
-    "one unit applied",
-    "commit applied",
-    "before asking for samples",
-)
+# Points of a DiLoCo round at which a job can be killed: the class, its method, and "before" or "after" a call of it
+POINTS: dict[str, tuple[type, str, str]] = {
+    "before the first step": (LeasedLoader, "step", "before"),
+    "in the middle of the interval": (ElasticLoop, "_count_step", "after"),
+    "before packing its contribution": (WholeOuter, "pack", "before"),
+    "contribution packed": (WholeOuter, "pack", "after"),
+    "contribution published": (Agent, "publish", "after"),
+    "another group asks for it": (Agent, "_serve", "before"),
+    "half of it is sent": (Channel, "send_data", "before"),
+    "it is sent to one group": (Agent, "_serve", "after"),
+    "before applying the commit": (WholeOuter, "apply", "before"),
+    "one unit applied": (WholeRows, "apply", "after"),
+    "commit applied": (WholeOuter, "apply", "after"),
+    "before asking for samples": (ElasticLoop, "_ask", "before"),
+}
 FIRST_WINDOW = 14_600  # bytes that TCP sends before the first acknowledgement: 10 segments
 UNDISTURBED = 2  # number of rounds that a group completes before it is killed
 
@@ -59,7 +62,7 @@ class Emulation:
         bits_per_second: rate at which a rank sends messages to other groups.
         round_trip_seconds: round-trip time between groups, and to the coordinator; 0 emulates no network.
         network_file: path; rate and latency apply only while this file exists. "" applies them always.
-        kill_at: number, from 1, of the point in POINTS at which the job is killed; 0 never kills.
+        kill_at: point in POINTS at which the job is killed; "" never kills.
         killed_file: file to which the time of the kill is written.
         hold_file: path; the job waits for this file after its imports, before it starts. "" does not wait.
     """
@@ -69,70 +72,63 @@ class Emulation:
     bits_per_second: float = 0.0
     round_trip_seconds: float = 0.0
     network_file: str = ""
-    kill_at: int = 0
+    kill_at: str = ""
     killed_file: str = ""
     hold_file: str = ""
 
 
-def around(owner: Any, name: str, *, before: Callable[[Any], Any] | None = None, after: Any = None) -> None:
-    """Replace a method by one that calls `before(self)`, the method, and `after(self)`."""
+def around(owner: Any, name: str, *, before: Callable[..., Any] | None = None, after: Any = None) -> None:
+    """Replace a function of a class or module: calls also call `before` and `after` with the positional arguments."""
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
-    def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def outer(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
-            before(self)
-        result = inner(self, *args, **kwargs)
+            before(*args)
+        result = inner(*args, **kwargs)
         if after is not None:
-            after(self)
+            after(*args)
         return result
 
     setattr(owner, name, outer)
 
 
-class SlowSteps:
-    """A delay of training steps: each begins at least `seconds` after the previous one or after the interval begins."""
+def slow_down_steps(seconds: float) -> None:
+    """Let each training step begin at least `seconds` after the previous one, or after the interval's beginning."""
+    began = 0.0
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._began = seconds, 0.0
-        around(ElasticLoop, "_await_cell", after=self._begin)
-        around(LeasedLoader, "step", before=self._wait)
+    def begin(*_: object) -> None:
+        nonlocal began
+        began = time.monotonic()
 
-    def _begin(self, _: ElasticLoop) -> None:
-        self._began = time.monotonic()
+    def wait(*_: object) -> None:
+        time.sleep(max(0.0, began + seconds - time.monotonic()))
+        begin()
 
-    def _wait(self, _: LeasedLoader) -> None:
-        time.sleep(max(0.0, self._began + self._seconds - time.monotonic()))
-        self._began = time.monotonic()
+    around(ElasticLoop, "_await_cell", after=begin)
+    around(LeasedLoader, "step", before=wait)
 
 
-class SlowNetwork:
-    """Emulates the bandwidth and latency of a network inside the process.
+def slow_down_network(emulation: Emulation) -> None:
+    """Emulate the bandwidth and latency of a network inside the process.
 
     Receiving a frame takes half a round trip longer. Sending a message takes as long as its bytes at the given rate, or
     as TCP's slow start if that is longer. Connecting takes two more round trips, one of TCP and one of the handshake.
     """
+    round_trip, uplink = emulation.round_trip_seconds, threading.Lock()
 
-    def __init__(self, emulation: Emulation) -> None:
-        self._emulation, self._round_trip, self._uplink = emulation, emulation.round_trip_seconds, threading.Lock()
-        self._send_data, self._connect = wire.Channel.send_data, agent.connect
-        setattr(wire.Channel, "send_data", functools.partialmethod(_calling, self._send))  # noqa: B010
-        setattr(agent, "connect", self._open)  # noqa: B010
-        around(wire.Channel, "receive", after=lambda _: self._wait(0.5 * self._round_trip))
-
-    def _wait(self, seconds: float) -> None:
-        if not self._emulation.network_file or Path(self._emulation.network_file).exists():
+    def wait(seconds: float) -> None:
+        if not emulation.network_file or Path(emulation.network_file).exists():
             time.sleep(seconds)
 
-    def _send(self, channel: wire.Channel, message: dict[str, Any], data: bytes) -> None:
-        with self._uplink:
-            slow_start = self._round_trip * math.log2(1 + len(data) / FIRST_WINDOW)
-            self._wait(max(8 * len(data) / self._emulation.bits_per_second, slow_start))
-        self._send_data(channel, message, data)
+    def send(channel: Channel, message: dict[str, Any], data: bytes) -> None:
+        with uplink:
+            slow_start = round_trip * math.log2(1 + len(data) / FIRST_WINDOW)
+            wait(max(8 * len(data) / emulation.bits_per_second, slow_start))
 
-    def _open(self, *args: Any, **kwargs: Any) -> wire.Channel:
-        self._wait(2 * self._round_trip)
-        return self._connect(*args, **kwargs)
+    around(Channel, "send_data", before=send)
+    around(agent, "connect", before=lambda *_: wait(2 * round_trip))
+    around(Channel, "receive", after=lambda *_: wait(0.5 * round_trip))
 
 
 class Kill:
@@ -140,69 +136,40 @@ class Kill:
 
     def __init__(self, emulation: Emulation) -> None:
         self._file, self._rounds, self._in_round = Path(emulation.killed_file), 0, False
-        self._send_data = wire.Channel.send_data
+        owner, self._method, when = POINTS[emulation.kill_at]
         around(ElasticLoop, "_publish", before=self._enter)
         around(ElasticLoop, "_merge", after=self._leave)
-        die, die_in_round, point = self._die, self._die_in_round, emulation.kill_at
-        points: dict[int, tuple[Any, str, str, Callable[[Any], None]]] = {
-            1: (LeasedLoader, "step", "before", die),
-            2: (ElasticLoop, "_count_step", "after", self._die_in_the_middle),
-            3: (WholeOuter, "pack", "before", die),
-            4: (WholeOuter, "pack", "after", die),
-            5: (Agent, "publish", "after", die),
-            6: (Agent, "_serve", "before", die_in_round),
-            8: (Agent, "_serve", "after", die_in_round),
-            9: (WholeOuter, "apply", "before", die),
-            10: (WholeRows, "apply", "after", die),
-            11: (WholeOuter, "apply", "after", die),
-            12: (ElasticLoop, "_ask", "before", die),
-        }
-        if point in points:
-            owner, name, when, function = points[point]
-            around(owner, name, **{when: function})
-        else:
-            setattr(wire.Channel, "send_data", functools.partialmethod(_calling, self._send_half))  # noqa: B010
+        around(owner, self._method, **{when: self._reach})
 
-    def _enter(self, _: ElasticLoop) -> None:
+    def _enter(self, *_: object) -> None:
         self._in_round = True
 
-    def _leave(self, _: ElasticLoop) -> None:
+    def _leave(self, *_: object) -> None:
         self._in_round, self._rounds = False, self._rounds + 1
 
-    def _die(self, _: Any) -> None:
-        if self._rounds >= UNDISTURBED:
-            self._file.write_text(str(time.time()))
-            os.kill(int(os.environ.get(LAUNCHER_PID, os.getpid())), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def _die_in_round(self, _: Agent) -> None:
-        if self._in_round:
-            self._die(None)
-
-    def _die_in_the_middle(self, loop: ElasticLoop) -> None:
-        if 2 * loop._steps > loop._rules.interval:
-            self._die(None)
-
-    def _send_half(self, channel: wire.Channel, message: dict[str, Any], data: bytes) -> None:
-        if self._in_round and self._rounds >= UNDISTURBED:
-            channel.send(message | {"bytes": len(data), "sha256": ""})
-            channel._sock.sendall(data[: len(data) // 2])
-            self._die(None)
-        self._send_data(channel, message, data)
-
-
-def _calling(channel: wire.Channel, function: Callable[..., None], *args: Any) -> None:
-    function(channel, *args)
+    def _reach(self, owner: Any, *args: Any) -> None:
+        """Kill the job, unless it is too early: in the first rounds, before the middle, or for a joining group."""
+        if self._rounds < UNDISTURBED or (self._method in ("_serve", "send_data") and not self._in_round):
+            return
+        if self._method == "_count_step" and 2 * owner._steps <= owner._rules.interval:
+            return
+        if self._method == "send_data":
+            message, data = args
+            owner.send(message | {"bytes": len(data), "sha256": ""})
+            owner._sock.sendall(data[: len(data) // 2])
+        write_whole(self._file, str(time.time()).encode())  # at once, because the benchmark then kills all processes
+        os.kill(int(os.environ.get(LAUNCHER_PID, os.getpid())), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     given = Emulation(**json.loads(sys.argv[1]))
     if given.step_seconds:
-        SlowSteps(given.step_seconds)
+        slow_down_steps(given.step_seconds)
     if given.uplink_seconds:
-        around(wire.Channel, "send_data", before=lambda _: time.sleep(given.uplink_seconds))
+        around(Channel, "send_data", before=lambda *_: time.sleep(given.uplink_seconds))
     if given.round_trip_seconds:
-        SlowNetwork(given)
+        slow_down_network(given)
     if given.kill_at:
         Kill(given)
     while given.hold_file and not Path(given.hold_file).exists():

@@ -27,6 +27,7 @@ if __name__ == "__main__":
     begin()  # before the imports below, in which Ctrl-C would print a traceback
 
 import torch
+from compare_wire_formats import mean_and_error
 
 from megazpp.base.program import flags_of, leave, program, say
 from megazpp.data.loader import MicroBatch, make_micro_batch
@@ -163,8 +164,7 @@ def compare(title: str, variants: dict[str, Variant], dims: ParallelDims, seeds:
         found[name] = [Groups(variant, dims, seed).train() for seed in seeds]
         losses = " ".join(f"{loss:.4f}" for loss in found[name])
         differences = [a - b for a, b in zip(found[name], next(iter(found.values())), strict=True)]
-        error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-        say(f"  {name:40} {losses}   {statistics.mean(differences):+.4f} ± {error:.4f}")
+        say(f"  {name:40} {losses}   {mean_and_error(differences)}")
 
 
 def compare_late(dims: ParallelDims, seeds: Sequence[int]) -> None:
