@@ -10,7 +10,6 @@ nothing.
 from __future__ import annotations
 
 import hashlib
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -384,8 +383,3 @@ class Agent:
         channel.send_data(about, data)
         with self._changed:
             self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + len(data)
-
-
-def new_incarnation() -> str:
-    """Return a new random identifier for one start of a group's job."""
-    return secrets.token_hex(8)

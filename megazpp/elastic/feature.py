@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megazpp.base.address import parse_address
 from megazpp.diloco.config import DilocoPlan
-from megazpp.elastic.agent import Agent, new_incarnation
+from megazpp.elastic.agent import Agent
 from megazpp.elastic.config import ElasticConfig, ElasticPlan, count_jobs, plan_elastic
 from megazpp.elastic.rounds import Record
 from megazpp.run.arguments import RunConfig
@@ -63,7 +64,7 @@ class Elastic(Feature):
             num_groups=plan.rules.groups,
             late_factor=flags.diloco_late_factor,
         )
-        name, incarnation = axis.share_object((flags.diloco_group or socket.gethostname(), new_incarnation()))
+        name, incarnation = axis.share_object((flags.diloco_group or socket.gethostname(), secrets.token_hex(8)))
         assert flags.diloco_coordinator is not None
         coordinator = parse_address(flags.diloco_coordinator, "--diloco-coordinator")
 

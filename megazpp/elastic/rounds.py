@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 Cell = list[int]
 Record = dict[str, Any]  # a JSON object: a journal record, a rank's report, a state of the run, or a contribution
 
-# The coordinator removes a group from the run ("out") when a rank's connection is lost for BLIP_SECONDS, when a rank
-# sends no report for HEARTBEAT_SECONDS, or when the group has samples but takes no training step for HEARTBEAT_SECONDS
-# plus the time that HANGING_STEPS steps usually take. It also removes a group with a contribution that is older than
-# REACH_SECONDS, if all other groups fail to connect to the group.
-BLIP_SECONDS, HEARTBEAT_SECONDS, HANGING_STEPS, REACH_SECONDS = 0.5, 10.0, 20, 30.0
+# The coordinator removes a group from the run ("out") in four cases:
+BLIP_SECONDS = 0.5  # the connection of a rank of the group is lost for this time
+HEARTBEAT_SECONDS = 10.0  # a rank of the group sends no report for this time
+HANGING_STEPS = 20  # the group has samples, but takes no step for HEARTBEAT_SECONDS plus the usual time of these steps
+REACH_SECONDS = 30.0  # a contribution of the group is older than this, and all other groups fail to connect to it
 ASSEMBLY_SECONDS = 60.0  # limit of the wait for all ranks of a new group, and for all groups at the start of a run
 # Number of latest commits of each model fragment whose messages all groups keep, so that a slow or new group can fetch
 # and apply them
@@ -92,6 +92,7 @@ class Group:
     incarnation: str  # identifier of this start of the group's job
     status: str = "joining"  # "joining" (fetches the outer weights), "member" (takes part) or "out" (removed for good)
     why: str = ""  # reason why the group is out
+    leases: list[Cell] = field(default_factory=list)  # the cells that the group trains
     granted: int = 0  # number of cells of samples that the coordinator has leased to the group so far
     cell: Cell | None = None  # the cell that was leased to the group last; None before the first lease
     # version of the group's outer weights at the time when it connected; None if they are not of this run
@@ -134,7 +135,6 @@ class Rounds:
         groups: by name: the newest incarnation of each group that has ever connected.
         commits: the record of each committed outer step; the last one made the current version.
         pool: by id: published contributions that no commit has merged yet.
-        leases: by group that is not out: the cells that it trains.
         free: cells of opened blocks that are neither leased, nor in a published contribution, nor merged.
         opened_blocks: number of blocks of samples that are opened; the first lease of a cell opens its block.
         waited_for: names of the groups for whose contributions the current round waits: the members at its start.
@@ -148,7 +148,6 @@ class Rounds:
         self.groups: dict[str, Group] = {}
         self.commits: list[Record] = []
         self.pool: dict[str, Record] = {}
-        self.leases: dict[str, list[Cell]] = {}
         self.free: list[Cell] = []
         self.opened_blocks = 0
         self.waited_for: set[str] = set()
@@ -294,8 +293,8 @@ class Rounds:
                     )
                 self._end(name, "it was started again")
             taken = {other.slot for other in self.groups.values() if other.status != "out"}
-            free = group is not None and group.slot not in taken
-            slot = group.slot if group is not None and free else min(set(range(len(taken) + 1)) - taken)
+            kept = None if group is None or group.slot in taken else group.slot
+            slot = min(set(range(len(taken) + 1)) - taken) if kept is None else kept
             self._decide({"join": name, "slot": slot, "incarnation": hello["incarnation"]})
             group = self.groups[name]
         elif group.status == "out":
@@ -358,8 +357,9 @@ class Rounds:
         for name in sorted(self.live):
             self._take_contributions(name, now)
         self._end_unreachable(now)
-        self._end_if_state_is_lost()
-        self._drop_lost()
+        if self.live == self.members:
+            self._end_if_state_is_lost()
+            self._drop_lost()
         if len(self.live) >= self.rules.min_groups and not self.done:
             for name in sorted(self.live, key=lambda name: self.groups[name].slot):
                 self._grant(name)
@@ -399,7 +399,7 @@ class Rounds:
 
     def _end(self, name: str, why: str) -> None:
         """Remove a group from the run for the reason `why`, so that other groups can train its leased samples."""
-        steps = sum(stop - first for _, _, first, stop in self.leases.get(name, []))
+        steps = sum(stop - first for _, _, first, stop in self.groups[name].leases)
         why = "it has left" if self.groups[name].leaves else why
         self._decide({"out": name, "why": why})
         returned = f"; {steps} steps of its leases are free again" if steps else ""
@@ -486,7 +486,7 @@ class Rounds:
         """
         live = self.live
         newest = max((self.groups[name].reports[0]["version"] for name in live), default=self.version)
-        if live != self.members or newest == self.version:
+        if newest == self.version:
             return
         cids = [entry["cid"] for entry in self.commits[newest]["set"]]
         if not any(all(self._holds(name, cid) for cid in cids) for name in live):
@@ -498,8 +498,7 @@ class Rounds:
 
         Their samples become free, so that other groups train them again.
         """
-        lost = [] if self.live != self.members else [e for e in self.pool.values() if not self._can_be_fetched(e)]
-        if lost:
+        if lost := [entry for entry in self.pool.values() if not self._can_be_fetched(entry)]:
             self._decide({"drop": [entry["cid"] for entry in lost]})
             names, steps = ", ".join(entry["group"] for entry in lost), sum(entry["steps"] for entry in lost)
             line = f"contributions of {names} are lost: {steps} steps of their samples will be trained again"
@@ -616,13 +615,14 @@ class Rounds:
                 self.facts, self.rules = facts, Rules(*rules)
             case {"join": name, "slot": slot, "incarnation": incarnation}:
                 self.groups[name] = Group(slot, incarnation)
-                self.leases[name] = []
             case {"members": names}:
                 for name in names:
                     self.groups[name].status = "member"
             case {"out": name}:
-                self.groups[name].status, self.groups[name].why = "out", record.get("why", "")
-                self._release(self.leases.pop(name, []))
+                group = self.groups[name]
+                group.status, group.why = "out", record.get("why", "")
+                self._release(group.leases)
+                group.leases = []
             case {"begin": version}:
                 for commit in self.commits[version:]:
                     for entry in commit["set"]:
@@ -638,9 +638,10 @@ class Rounds:
                     self._release(self._cells_of(self.opened_blocks))
                     self.opened_blocks += 1
                 self.free.remove(cell)
-                self.leases[name].append(cell)
-                self.groups[name].granted += 1
-                self.groups[name].cell = cell
+                group = self.groups[name]
+                group.leases.append(cell)
+                group.granted += 1
+                group.cell = cell
             case {"publish": entry}:
                 self.pool[entry["cid"]] = entry
                 self._published.add(entry["cid"])
@@ -672,7 +673,7 @@ class Rounds:
 
     def _take_from_lease(self, name: str, part: Cell) -> None:
         """Shorten a group's lease by the steps of `part`, a cell of samples that a published contribution contains."""
-        leases = self.leases[name]
+        leases = self.groups[name].leases
         (index,) = (index for index, cell in enumerate(leases) if cell[:3] == part[:3])
         block, column, _, stop = leases.pop(index)
         assert part[3] <= stop, (part, stop)

@@ -269,7 +269,7 @@ class World:
         rounds = self.rounds
         merged = [cell for commit in rounds.commits for entry in commit["set"] for cell in entry["cells"]]
         pool = [cell for entry in rounds.pool.values() for cell in entry["cells"]]
-        leased = [cell for leases in rounds.leases.values() for cell in leases]
+        leased = [cell for group in rounds.groups.values() for cell in group.leases]
         steps = [
             (block, column, step)
             for block, column, first, stop in [*merged, *pool, *leased, *rounds.free]
