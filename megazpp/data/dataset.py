@@ -147,9 +147,8 @@ def _has(token: int | None, sequences: Sequences) -> bool:
     The search reads 64 sequences. In a long sequence, it reads only the first 2**20 ids and the last id.
     """
     for index, length in enumerate(sequences.lengths[:_LOOKED_AT].tolist()):
-        if (sequences.get(index, 0, min(length, _TOKENS_LOOKED_AT)) == token).any():
-            return True
-        if length > _TOKENS_LOOKED_AT and sequences.get(index, length - 1, 1)[0] == token:
+        parts = sequences.get(index, 0, min(length, _TOKENS_LOOKED_AT)), sequences.get(index, max(length - 1, 0))
+        if any((part == token).any() for part in parts):
             return True
     return False
 

@@ -49,10 +49,6 @@ _ENCODINGS = {  # encoding by byte order mark; UTF-32 comes first, because its m
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-_BINARY = (  # first bytes of zip, Parquet, bzip2, gzip, zstd, xz, 7z, rar and pickle files
-    *(b"PK\x03\x04", b"PAR1", b"BZh", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"),
-    *(b"\xfd7zXZ", b"7z\xbc\xaf", b"Rar!", b"\x80"),
-)
 _JSON = re.compile(rb'\s*(\[\s*[{"]|\{\s*")')  # the beginning of a JSON array or object; plain text rarely begins so
 Content = bytes | list[dict[str, object]]
 
@@ -160,8 +156,6 @@ def _not_text(head: bytes) -> str | None:
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
     if place is None:
         return None
-    if head.startswith(_BINARY):  # an archive, a compressed file or a Parquet file with another name
-        return _ADVICE
     return f"byte {place} is {head[place]:#04x}, which text never contains: {_ADVICE}"
 
 

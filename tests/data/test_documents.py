@@ -159,7 +159,7 @@ def test_damaged_file_is_rejected_after_its_readable_blocks(tmp_path, suffix):
 
 def test_files_of_unsupported_formats_are_rejected_in_advance(tmp_path):
     (tmp_path / "folder").mkdir()
-    archive, zipped = tmp_path / "archive.zip", "the file is neither UTF-8 text nor JSON lines: unpack an archive"
+    archive, zipped = tmp_path / "archive.zip", "the file is neither UTF-8 text nor JSON lines: byte"
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("a.jsonl", JSON_LINES)
     rows = [
