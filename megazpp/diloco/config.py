@@ -114,11 +114,6 @@ class DilocoConfig(FeatureConfig):
         return (self.diloco_replica_groups or cluster.num_local_domains) if self.asked else 1
 
 
-def diloco_every(steps: int) -> DilocoConfig:
-    """Return the flags of DiLoCo with --diloco-steps `steps` and defaults otherwise."""
-    return DilocoConfig(diloco_steps=steps)
-
-
 class DilocoPlan(NamedTuple):
     """The flags of DiLoCo with all defaults resolved for a run, and the formats of messages between replica groups."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -96,13 +95,12 @@ def count_labels(
     Returns:
         the counts over all ranks, equal on all ranks.
     """
-    sizes, options, counts = TokenBytes(tokenizer), batch_options(data, tokenizer), LabelCounts(0, 0, 0)
+    sizes, options, counts = TokenBytes(tokenizer), batch_options(data, tokenizer), np.zeros(3, dtype=np.int64)
     for index in range(dims.world.rank, num_samples, dims.world.size):
         ids = np.asarray(samples[index], dtype=np.int64)
         mask = make_padded_batch(torch.from_numpy(ids).unsqueeze(0), **options).loss_mask[0].bool().numpy()
-        found = int(mask.sum()), sizes.count(ids, mask), sizes.count(ids, ~mask & (ids[1:] != PADDING))
-        counts = LabelCounts(*map(operator.add, counts, found))
-    return LabelCounts(*(_sum_over_ranks(count, dims) for count in counts))
+        counts += mask.sum(), sizes.count(ids, mask), sizes.count(ids, ~mask & (ids[1:] != PADDING))
+    return LabelCounts(*(_sum_over_ranks(count, dims) for count in counts.tolist()))
 
 
 def check_input(path: str) -> None:

@@ -12,7 +12,7 @@ import math
 from typing import Any, Literal, NamedTuple
 
 from megazpp.base.flags import as_written
-from megazpp.diloco.config import DilocoConfig, diloco_every
+from megazpp.diloco.config import DilocoConfig
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster, nested_sizes
@@ -120,7 +120,7 @@ def local_steps(config: RunConfig, cluster: Cluster) -> dict[str, RunConfig]:
     if cluster.num_local_domains == 1:
         return {}
     own = config.section(DilocoConfig)
-    diloco = own if own.asked else diloco_every(USUAL_STEPS)
+    diloco = own if own.asked else DilocoConfig(diloco_steps=USUAL_STEPS)
     inside = "--zeropp" if config.zero.zeropp and _has_wide_replica_groups(diloco, cluster) else "ZeRO-3"
     run = schemes(config)[inside].with_section(diloco)
     return {diloco.asked: run}
