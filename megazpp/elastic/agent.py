@@ -13,12 +13,15 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megazpp.base.address import Address
+from megazpp.base.address import Address, parse_address
 from megazpp.base.program import JobError, user_errors
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record
 from megazpp.elastic.wire import AuthenticatedListener, Channel, connect
+
+if TYPE_CHECKING:
+    from megazpp.elastic.config import ElasticConfig
 
 REPORT_SECONDS = 0.25  # interval between two reports to the coordinator
 RETRY_SECONDS = 0.3  # wait before a lost connection or a failed fetch is tried again
@@ -36,13 +39,9 @@ class Agent:
     """The connections of one rank to the coordinator of elastic DiLoCo and to ranks of other groups.
 
     Args:
-        coordinator: address of the coordinator.
-        secret: secret of the run.
-        group: name of this rank's group.
-        rank: index of this rank in its group.
-        hello: first message to the coordinator, without group, rank and address; see `Rounds.connect`.
-        listen: host to listen on for other groups; None for the local address of the connection to the coordinator.
-        advertise: host at which other groups reach this rank; None for the host that it listens on.
+        flags: flags of elastic DiLoCo, with the addresses and the secret of the run.
+        hello: first message to the coordinator, without the address of this rank: group, rank, and the entries that
+            `Rounds.connect` lists.
         most_bytes: largest number of bytes to accept from another group, which is the size of a snapshot.
         snapshot: function that returns a snapshot of this rank's outer state for another group: a record with its
             version, and its bytes. The agent calls the function in a thread.
@@ -66,22 +65,18 @@ class Agent:
 
     def __init__(
         self,
-        coordinator: Address,
-        secret: bytes,
-        *,
-        group: str,
-        rank: int,
+        flags: ElasticConfig,
         hello: Record,
-        listen: str | None,
-        advertise: str | None,
+        *,
         most_bytes: int,
         snapshot: Callable[[], tuple[Record, bytes]],
         stopped: Callable[[], bool],
         say: Callable[[str], None],
     ) -> None:
-        self.group, self.rank, self.incarnation = group, rank, hello["incarnation"]
-        self._coordinator, self._secret, self._hello = coordinator, secret, hello
-        self._advertise, self._most_bytes, self._snapshot, self._say = advertise, most_bytes, snapshot, say
+        assert flags.diloco_coordinator is not None
+        self._coordinator = parse_address(flags.diloco_coordinator, "--diloco-coordinator")
+        self.group, self._flags, self._secret, self._hello = hello["group"], flags, flags.secret, hello
+        self._most_bytes, self._snapshot, self._say = most_bytes, snapshot, say
         self._changed, self._state_at = threading.Condition(), 0.0
         self._channel: Channel | None = None
         self.state: Record | None = None
@@ -100,8 +95,8 @@ class Agent:
         deadline = time.monotonic() + 6 * HEARTBEAT_SECONDS
         first = self._connect(lambda: stopped() or time.monotonic() > deadline)
         with user_errors():
-            host = listen or first.local_host
-            self._listener = AuthenticatedListener(Address(host, 0), secret, self._serve, flag="--diloco-listen")
+            host = Address(flags.host("diloco_listen") or first.local_host, 0)
+            self._listener = AuthenticatedListener(host, self._secret, self._serve, flag="--diloco-listen")
         first.close()
         for work in (self._keep_connection, self._keep_reporting, self._keep_fetching):
             threading.Thread(target=self._run, args=(work,), daemon=True).start()
@@ -151,7 +146,7 @@ class Agent:
             the id of the contribution, which is the same on all ranks of the group.
         """
         with self._changed:
-            cid = f"{self.incarnation}.{self._numbers}"
+            cid = f"{self._hello['incarnation']}.{self._numbers}"
             self._numbers += 1
             self._messages[cid] = data
             digest = hashlib.sha256(data).hexdigest()
@@ -230,9 +225,10 @@ class Agent:
         while not self._closed:
             channel = self._connect(lambda: False)
             try:
-                address = Address(self._advertise or self._listener.address.host, self._listener.address.port)
+                host, port = self._listener.address
+                address = Address(self._flags.host("diloco_advertise") or host, port)
                 about = {"version": self.version, "id": self.id, "address": address}
-                channel.send(self._hello | {"group": self.group, "rank": self.rank} | about)
+                channel.send(self._hello | about)
                 with self._changed:
                     self._channel = channel
                 self._report()

@@ -8,6 +8,8 @@ samples that are merged into the outer weights. Between two synchronizations eac
 from __future__ import annotations
 
 import contextlib
+import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,17 +18,23 @@ import torch
 
 from megazpp.base.address import Address
 from megazpp.base.program import MEGA
+from megazpp.diloco.config import DilocoPlan
 from megazpp.elastic.agent import Agent, OutError
+from megazpp.elastic.config import ElasticConfig, ElasticPlan
 from megazpp.elastic.outer import WholeOuter
-from megazpp.elastic.rounds import NO_COMMIT, Cell, Record, Rules
+from megazpp.elastic.rounds import NO_COMMIT, Cell, Record
 from megazpp.optim.schedule import TrainingProgress
-from megazpp.parallel.axis import MeshAxis, TrafficCounter
+from megazpp.parallel.dims import open_axis
 from megazpp.parallel.timeline import WAIT
-from megazpp.training.batches import BatchPlan
+from megazpp.parallel.worker import seed_everything
+from megazpp.run.feature import TrainerParts
+from megazpp.run.start import facts_of_data, facts_of_flags
 from megazpp.training.loop import Loader
 from megazpp.training.objective import LanguageModelLoss, StopRequested
 from megazpp.training.step import LaunchedStep
 
+# Flags that may differ between the groups of a run
+OF_THE_GROUP = ("--diloco-coordinator", "--diloco-group", "--diloco-listen", "--diloco-advertise", "--master-port")
 CATCH_UP_SECONDS = 120.0  # limit of the wait for the messages of a commit
 LEAVING_SECONDS = 10.0  # limit of the wait of a group that leaves, for the commit of its last contribution
 FAREWELL_SECONDS = 60.0  # limit of the wait at the end of the run, in which other groups may fetch messages
@@ -39,43 +47,29 @@ class ElasticLoop:
     """The training of one replica group in a run of elastic DiLoCo. All ranks of the group call all public methods.
 
     Args:
-        outer: outer weights and momentum of DiLoCo on this rank.
-        rules: settings of the run that all groups have in common.
-        batches: batch sizes of the run; each of the nominally G groups trains 1 / G of a global batch.
-        objective: the language model's loss, which counts the tokens of each step.
-        axis: axis over all ranks of this job, with a gloo process group.
-        counter: counter of the bytes that this rank sends.
-        connect: function that connects to the coordinator and returns the agent. Its arguments are the version and the
-            id of the outer weights, and a function that makes a snapshot of them.
-        save: function that saves a checkpoint at the given progress.
-        validate: function that evaluates held-out data at the given progress.
-        seed: function that seeds dropout for the group's slot, a number from 0 on.
-        stopped: function that returns True once this rank has caught a stop signal.
-        say: function that prints a log line.
+        parts: parts of this job's trainer.
     Attributes:
+        outer: outer weights and momentum of DiLoCo on this rank.
         version, id: version of this rank's outer weights, and the id of this version.
         merged: training steps, summed over all groups, that are merged into these outer weights.
     """
 
-    def __init__(
-        self,
-        outer: WholeOuter,
-        rules: Rules,
-        batches: BatchPlan,
-        objective: LanguageModelLoss,
-        axis: MeshAxis,
-        counter: TrafficCounter,
-        *,
-        connect: Callable[[int, str, Callable[[], tuple[Record, bytes]]], Agent],
-        save: Callable[[TrainingProgress], None],
-        validate: Callable[[TrainingProgress], None],
-        seed: Callable[[int], None],
-        stopped: Callable[[], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        self.outer, self._rules, self._batches, self._objective, self._axis = outer, rules, batches, objective, axis
-        self._connect, self._save, self._validate, self._seed = connect, save, validate, seed
-        self._stopped, self._say, self._counter = stopped, say, counter
+    def __init__(self, parts: TrainerParts) -> None:
+        assert isinstance(parts.objective, LanguageModelLoss), "check_post_training refuses other objectives"
+        elastic, diloco = parts.plan.of(ElasticPlan), parts.plan.of(DilocoPlan)
+        assert elastic is not None
+        assert diloco is not None
+        self._parts, self._objective = parts, parts.objective
+        self._batches, self._rules = parts.plan.batches, elastic.rules
+        self._flags, self._axis = parts.config.section(ElasticConfig), open_axis(parts.run.dims)
+        self._stopped, self._say = parts.stopped, parts.run.log
+        self.outer = outer = WholeOuter(
+            parts.built.sharding,
+            diloco,
+            parts.config.precision,
+            num_groups=self._rules.groups,
+            late_factor=self._flags.diloco_late_factor,
+        )
         self._counted = 0, 0  # messages and bytes that were sent to other groups before the last synchronization
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
         self._cell: Cell | None = None  # rest of the leased cell: its steps that are not trained yet; None without one
@@ -91,7 +85,7 @@ class ElasticLoop:
         self._published_steps = 0
         # number of live groups at this group's last step, at most the nominal number. While groups are missing, a step
         # advances the learning rate schedule by the live fraction of a global batch.
-        self._live = rules.groups
+        self._live = self._rules.groups
         self._last_step_at = 0.0  # time at which the last step ended or the interval began, to measure the next step
 
     # ---- hooks that the trainer calls ---------------------------------------------------------------------------
@@ -102,7 +96,18 @@ class ElasticLoop:
         Args:
             progress: progress of the loaded checkpoint, or of a new run.
         """
-        self._agent = agent = self._connect(self.version, self.id, self._snapshot)
+        name = self._flags.diloco_group or socket.gethostname()
+        name, incarnation = self._axis.share_object((name, secrets.token_hex(8)))
+        hello: Record = {"group": name, "rank": self._axis.rank, "incarnation": incarnation}
+        hello |= {"facts": _facts(self._parts), "rules": list(self._rules), "saves": self._parts.folder_id}
+        self._agent = agent = Agent(
+            self._flags,
+            hello | {"version": self.version, "id": self.id},
+            most_bytes=self.outer.most_bytes,
+            snapshot=self._snapshot,
+            stopped=self._stopped,
+            say=self._say,
+        )
         while (status := self._agreed(self._membership)) == "joining" and not self._fetch_state():
             pass
         if status == "stopped":
@@ -166,6 +171,14 @@ class ElasticLoop:
             self._agent.tell(leaves=True)
             self._agent.wait(lambda state: state["oldest"] >= self.version, FAREWELL_SECONDS)
         self._agent.close()
+
+    def _seed(self, slot: int) -> None:
+        """Seed dropout with the seeds that replica group `slot` has in DiLoCo within one job."""
+        given, dims = self._parts.config.launch.seed, self._parts.run.dims
+        rank = slot * dims.data_size * dims.cp.size + dims.dropout_rank
+        seed_everything(given, data_rank=rank, tp_rank=dims.tp.rank)
+        if (generator := self._parts.built.model.settings.generator) is not None:
+            generator.seed(given, data_rank=rank)
 
     # ---- leased steps of an interval, and their contribution ----------------------------------------------------
 
@@ -326,7 +339,7 @@ class ElasticLoop:
         self._catch_up(progress)
         before, self._counted = self._counted, (agent.sent, agent.sent_bytes)
         calls, sent = self._counted[0] - before[0], self._counted[1] - before[1]
-        self._counter.add("cross", "replica_group", "send", sent, calls=calls)
+        self._parts.run.dims.counter.add("cross", "replica_group", "send", sent, calls=calls)
         what = f"sent {sent / MEGA:.3f} MB per rank to other groups"
         self._say(f"version {self.version}: took {self._published_steps} steps, waited {waited:.1f} s, {what}")
         if self._published is None:
@@ -368,9 +381,9 @@ class ElasticLoop:
             self._published = None if own else self._published
             at = self._merged_progress(progress)
             if agent.group in commit["saves"]:
-                self._save(at)
+                self._parts.save(at)
             if commit["evaluates"] == agent.group:
-                self._validate(at)
+                self._parts.validate(at)
 
     def _merged_progress(self, progress: TrainingProgress) -> TrainingProgress:
         """Return the progress of the outer weights: all merged samples, and the iteration, rounded down."""
@@ -479,3 +492,14 @@ class LeasedLoader:
         batches = self._loader.step(self._loop.first_sample(), global_batch_size)
         self.wait_seconds = self._loader.wait_seconds
         return batches
+
+
+def _facts(parts: TrainerParts) -> dict[str, str]:
+    """Return what must be equal in all groups of an elastic run, by flag or description.
+
+    These are the flags that are not in OF_THE_GROUP, the tokenizer, the data, and the layout of a group's ranks.
+    """
+    facts = facts_of_flags(parts.config.parts) | facts_of_data(parts.tokenizer, parts.samples)
+    layout = parts.plan.layout
+    facts["the layout of the ranks"] = str({name: layout.axis_size(name) for name in layout.coordinates})
+    return {name: value for name, value in facts.items() if name not in OF_THE_GROUP}
