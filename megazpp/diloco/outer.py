@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.rows import OuterRows, computing_with_rows, outer_step_
-from megazpp.kernels.formats import MessageLayout
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import Work
 from megazpp.parallel.dims import ParallelDims
@@ -46,7 +45,7 @@ from megazpp.zero.config import PrecisionConfig
 from megazpp.zero.gather import Resident
 from megazpp.zero.sharding import Sharding
 from megazpp.zero.units import Unit
-from megazpp.zero.wire import Codec, own_rows
+from megazpp.zero.wire import own_rows
 
 
 class OuterUnit(OuterRows):
@@ -56,11 +55,9 @@ class OuterUnit(OuterRows):
         unit: the sharding unit.
         shapes: shape of this rank's shard of each parameter.
         axis: mesh axis over replica groups.
-        plan: DiLoCo plan of the run.
-        precision: dtypes in which outer gradients and weights are sent without quantization.
         device: device of the state. R, the common copy of the outer weights, starts as zeros; `begin` or `spread` fills
             R.
-        codec: constructor of the codecs that pack messages, from a layout and a dtype.
+        **given: further arguments of `OuterRows`.
     Attributes:
         common: resident weights that hold R, the common copy of the outer weights.
         outer: [S] fp32 outer weights that this rank owns.
@@ -70,22 +67,14 @@ class OuterUnit(OuterRows):
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        shapes: Sequence[tuple[int, ...]],
-        axis: MeshAxis,
-        *,
-        plan: DilocoPlan,
-        precision: PrecisionConfig,
-        device: torch.device,
-        codec: Callable[[MessageLayout, torch.dtype], Codec] = Codec,
+        self, unit: Unit, shapes: Sequence[tuple[int, ...]], axis: MeshAxis, *, device: torch.device, **given: Any
     ) -> None:
-        super().__init__(unit, shapes, axis.size, plan=plan, precision=precision, device=device, codec=codec)
+        super().__init__(unit, shapes, axis.size, device=device, **given)
         self._axis = axis
         self.common = Resident(self.whole, axis, of=unit.name, differences=self.differences)
         self.common.allocate(device)
         self.outer = torch.zeros(self.gradients.layout.size, device=device)
-        self.momentum = torch.zeros_like(self.outer) if plan.outer_momentum else None
+        self.momentum = torch.zeros_like(self.outer) if self._plan.outer_momentum else None
         self.sent_bytes = axis.size * self.gradients.layout.message_bytes
         self._work = Work(None)  # task of the synchronization in flight; a finished task if there is none
         # This group's messages in the synchronization in flight; they must not be freed while its task reads them
@@ -284,14 +273,7 @@ class ReplicaGroups:
 
         They are sharded like the model's parameters inside a group, and are equal in all groups.
         """
-        found: dict[str, torch.Tensor] = {}
-        for unit in self.units:
-            shards = [torch.empty_like(shard) for shard in unit.unit.shards()]
-            with torch.no_grad():
-                for row, shard in unit.pairs(unit.rows, shards):
-                    shard.copy_(row)
-            found |= unit.unit.as_dtensors(shards)
-        return found
+        return {name: weight for unit in self.units for name, weight in unit.as_dtensors(unit.rows).items()}
 
     def momentum(self) -> dict[str, torch.Tensor]:
         """Return the outer momentum by parameter name, as DTensors over all ranks of all groups; {} without momentum.

@@ -10,7 +10,7 @@ Legend: G replica groups, S elements of a rank's shard in one row, M bytes of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -99,6 +99,18 @@ class OuterRows:
         for row, shard in self.pairs(rows, shards):
             row.copy_(shard)
         return rows
+
+    def as_dtensors(self, rows: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Return copies of rows of this unit as DTensors by parameter name, sharded like the parameters.
+
+        Args:
+            rows: [G, S] fp32, S elements for each of G replica groups, such as R.
+        """
+        shards = [torch.empty_like(shard) for shard in self.unit.shards()]
+        with torch.no_grad():
+            for row, shard in self.pairs(rows, shards):
+                shard.copy_(row)
+        return self.unit.as_dtensors(shards)
 
     def merge(self, alpha: float) -> None:
         """Merge R, the common outer weights, into the model's inner weights: inner = alpha inner + (1 - alpha) R.

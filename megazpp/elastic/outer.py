@@ -183,15 +183,8 @@ class WholeOuter:
             name: "rows" for R (the common copy of the outer weights), "outer" for the outer weights, or "momentum" for
                 the outer momentum. Without outer momentum the result for "momentum" is empty.
         """
-        found: dict[str, torch.Tensor] = {}
-        for unit in self.units:
-            rows, shards = getattr(unit, name), [torch.zeros_like(shard) for shard in unit.unit.shards()]
-            if rows is None:
-                continue
-            for row, shard in unit.pairs(rows, shards):
-                shard.copy_(row)
-            found |= unit.unit.as_dtensors(shards)
-        return found
+        held = [(unit, rows) for unit in self.units if (rows := getattr(unit, name)) is not None]
+        return {key: value for unit, rows in held for key, value in unit.as_dtensors(rows).items()}
 
     @torch.no_grad()
     def set_values(self, name: str, values: Mapping[str, Any]) -> None:
