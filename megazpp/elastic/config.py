@@ -1,21 +1,15 @@
-"""Command-line flags of elastic DiLoCo, their checks, and the rules of a run that follow from them."""
+"""Command-line flags of elastic DiLoCo, and the plan that `Elastic.check` makes from them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megazpp.base.address import is_loopback, parse_address, parse_host
 from megazpp.base.flags import flag, spelling
-from megazpp.diloco.config import DilocoConfig
 from megazpp.elastic.rounds import Rules
 from megazpp.elastic.wire import read_secret
-from megazpp.run.arguments import FeatureConfig, RunConfig
-
-if TYPE_CHECKING:
-    from megazpp.run.checks import RunPlan
+from megazpp.run.arguments import FeatureConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,73 +103,3 @@ class ElasticPlan(NamedTuple):
             f"elastic: this job is one of nominally {rules.groups} groups; after {quorum} have arrived, a "
             f"synchronization waits {grace} for more"
         )
-
-
-def count_jobs(config: RunConfig) -> int:
-    """Return the nominal number of elastic DiLoCo's replica groups, each of which is a job.
-
-    Without --diloco-coordinator the run has 1 job.
-
-    Raises:
-        ValueError: --diloco-coordinator is given without --diloco-steps or without --diloco-replica-groups.
-    """
-    flags, diloco = config.section(ElasticConfig), config.section(DilocoConfig)
-    if flags.diloco_coordinator is None:
-        return 1
-    needed = {"--diloco-steps": diloco.diloco_steps, "--diloco-replica-groups": diloco.diloco_replica_groups}
-    if missing := [name for name, value in needed.items() if value is None]:
-        raise ValueError(
-            f"--diloco-coordinator {flags.diloco_coordinator} needs {' and '.join(missing)}: give all groups the same "
-            "number of steps between synchronizations, and the same nominal number of groups"
-        )
-    assert diloco.diloco_replica_groups is not None
-    return diloco.diloco_replica_groups
-
-
-def plan_elastic(config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
-    """Check the flags of elastic DiLoCo against all other flags of the run, and return its plan.
-
-    Args:
-        config: all flags of the run.
-        plan: the run's layout and batch sizes.
-
-    Returns:
-        the rules of the run; None without --diloco-coordinator.
-
-    Raises:
-        ValueError: a flag is not supported together with --diloco-coordinator, or the secret file cannot be used.
-    """
-    flags, diloco = config.section(ElasticConfig), config.section(DilocoConfig)
-    if flags.diloco_coordinator is None:
-        return None
-    asked = f"--diloco-coordinator {flags.diloco_coordinator}"
-    assert diloco.diloco_steps is not None  # `count_jobs` has refused a run without it
-    minutes = config.stop.exit_duration_in_mins
-    refused: Mapping[str, object] = {
-        f"--exit-interval {config.stop.exit_interval} (send SIGTERM to a group to end it)": config.stop.exit_interval,
-        f"--exit-duration-in-mins {minutes} (send SIGTERM to a group to end it)": minutes,
-        "--train-samples (use --train-iters)": config.batches.train_samples,
-        "--rampup-batch-size": config.batches.rampup_batch_size,
-        "--loss-spike-action rewind": config.anomalies.loss_spike_action == "rewind",
-        "--async-save": config.checkpoint.async_save,
-        "--hsdp": config.parallel.hsdp,
-        "--zero-stage 0": config.zero.stage == 0,
-        "--expert-model-parallel-size above 1": plan.layout.ep > 1,
-        "--moe-router-enable-expert-bias": config.model.moe_router_enable_expert_bias,
-    }
-    if found := [name for name, given in refused.items() if given]:
-        raise ValueError(f"{asked} does not support {', '.join(found)}: leave this out, or train as one job")
-    _ = flags.secret  # raises a ValueError before workers start if the file with the secret cannot be used
-    rules = Rules(
-        groups=count_jobs(config),
-        interval=diloco.diloco_steps // diloco.diloco_fragments,
-        fragments=diloco.diloco_fragments,
-        iterations=plan.batches.total_iterations,
-        ranks=plan.layout.cluster.world_size,
-        quorum=flags.diloco_quorum,
-        grace=math.inf if flags.diloco_wait_for_all else flags.diloco_grace,
-        min_groups=flags.diloco_min_groups,
-        save_interval=config.checkpoint.save_interval,
-        eval_interval=config.evaluation.eval_interval,
-    )
-    return ElasticPlan(rules)
