@@ -33,7 +33,6 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 # A digest reads at most _DIGEST_BYTES bytes of a file. Of a larger file, it reads _DIGEST_PIECES evenly spaced pieces.
 _DIGEST_BYTES, _DIGEST_PIECES = 1 << 26, 64
-_AGAIN = "tokenize the data again with preprocess_data.py"
 
 
 def pair_paths(prefix: Path) -> tuple[Path, Path]:
@@ -122,29 +121,23 @@ class IndexedDataset:
                 the .bin without gaps.
         """
         if self.lengths.min() < 0:
-            raise ValueError(f"{self.idx_path} is damaged: a sequence has the length {self.lengths.min()}; {_AGAIN}")
+            raise _unusable(self.idx_path, f"is damaged: a sequence has the length {self.lengths.min()}")
         documents = self.document_indices
         if len(documents) < 2 or documents[[0, -1]].tolist() != [0, len(self)] or (np.diff(documents) < 0).any():
-            raise ValueError(
-                f"{self.idx_path} is damaged: its document indices do not rise from 0 to its {len(self)} sequences; "
-                f"{_AGAIN}"
-            )
+            problem = f"is damaged: its document indices do not rise from 0 to its {len(self)} sequences"
+            raise _unusable(self.idx_path, problem)
         size, item = self.bin_path.stat().st_size, self.dtype.itemsize
         if size == 0:
-            raise ValueError(f"{self.bin_path} holds no tokens: {_AGAIN}")
+            raise _unusable(self.bin_path, "holds no tokens")
         ends = item * self.lengths.astype(np.int64)
         ends += self.pointers
         if self.pointers[0] != 0 or not np.array_equal(self.pointers[1:], ends[:-1]):
-            raise ValueError(
-                f"{self.idx_path} is damaged, or not of {self.dtype}: its sequences do not lie back to back in the "
-                f".bin; {_AGAIN}"
-            )
+            problem = f"is damaged, or not of {self.dtype}: its sequences do not lie back to back in the .bin"
+            raise _unusable(self.idx_path, problem)
         expected = int(ends[-1])
         if size != expected:
-            raise ValueError(
-                f"{self.bin_path} is {'truncated' if size < expected else 'too long'}, or not of {self.dtype}: it"
-                f" has {size} bytes and its index describes {expected}; {_AGAIN}"
-            )
+            problem = f"is {'truncated' if size < expected else 'too long'}, or not of {self.dtype}"
+            raise _unusable(self.bin_path, f"{problem}: it has {size} bytes and its index describes {expected}")
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int, int]:
@@ -159,28 +152,25 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
         header = file.read(HEADER.size)
     size = path.stat().st_size
     if header.startswith(_OLD_MAGIC):
-        raise ValueError(
-            f"{path} is in the old TNTIDX format (lazy or cached); tokenize the data again, with preprocess_data.py"
-        )
+        raise _unusable(path, "is in the old TNTIDX format (lazy or cached)")
     if not header.startswith(MAGIC):
-        raise ValueError(
-            f"{path} is not a Megatron index: it starts with {header[:9]!r} instead of {MAGIC!r}; {_AGAIN}"
-        )
+        raise _unusable(path, f"is not a Megatron index: it starts with {header[:9]!r} instead of {MAGIC!r}")
     if len(header) < HEADER.size:
-        raise ValueError(f"{path} is truncated: {size} bytes are less than its {HEADER.size}-byte header; {_AGAIN}")
+        raise _unusable(path, f"is truncated: {size} bytes are less than its {HEADER.size}-byte header")
     _, version, code, num_sequences, num_indices = HEADER.unpack(header)
     if version != 1:
-        raise ValueError(f"{path} has version {version} of the format, but only version 1 is supported; {_AGAIN}")
+        raise _unusable(path, f"has version {version} of the format, but only version 1 is supported")
     if code not in DTYPES:
-        raise ValueError(
-            f"{path} has the dtype code {code}; codes of integer types are {', '.join(map(str, DTYPES))}; {_AGAIN}"
-        )
+        raise _unusable(path, f"has the dtype code {code}; codes of integer types are {', '.join(map(str, DTYPES))}")
     if num_sequences == 0:
-        raise ValueError(f"{path} holds no sequences, so the dataset is empty; {_AGAIN}")
+        raise _unusable(path, "holds no sequences, so the dataset is empty")
     expected = HEADER.size + 12 * num_sequences + 8 * num_indices
     if size not in (expected, expected + num_sequences):  # multimodal datasets have a byte more per sequence
-        raise ValueError(
-            f"{path} is damaged: {size} bytes where {num_sequences} sequences and {num_indices} document indices"
-            f" take {expected}; {_AGAIN}"
-        )
+        described = f"{num_sequences} sequences and {num_indices} document indices"
+        raise _unusable(path, f"is damaged: {size} bytes where {described} take {expected}")
     return np.dtype(DTYPES[code]), num_sequences, num_indices
+
+
+def _unusable(path: Path, problem: str) -> ValueError:
+    """Return the error about a file of a .bin/.idx pair that cannot be read; `problem` continues its path."""
+    return ValueError(f"{path} {problem}; tokenize the data again with preprocess_data.py")
