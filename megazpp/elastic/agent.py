@@ -23,6 +23,8 @@ from megazpp.elastic.wire import AuthenticatedListener, Channel, connect
 if TYPE_CHECKING:
     from megazpp.elastic.config import ElasticConfig
 
+# Attributes of `Agent` that its reports to the coordinator contain
+REPORTED = ("version", "fingerprint", "steps", "seconds", "trains", "unsent", "wants", "joined", "leaves", "sent_bytes")
 REPORT_SECONDS = 0.25  # interval between two reports to the coordinator
 RETRY_SECONDS = 0.3  # wait before a lost connection or a failed fetch is tried again
 FETCH_SECONDS = 10.0  # limit for each read and write of a connection between two groups
@@ -286,21 +288,8 @@ class Agent:
         """Send a complete report of this rank to the coordinator, if it is connected; see `Agent` for the content."""
         with self._changed:
             channel = self._channel
-            report = {
-                "published": self._published,
-                "have": sorted(self._messages),
-                "version": self.version,
-                "fingerprint": self.fingerprint,
-                "steps": self.steps,
-                "seconds": self.seconds,
-                "trains": self.trains,
-                "unsent": self.unsent,
-                "wants": self.wants,
-                "joined": self.joined,
-                "leaves": self.leaves,
-                "sent": self.sent_bytes,
-                "unreached": self._unreached,
-            }
+            report = {name: getattr(self, name) for name in REPORTED}
+            report |= {"published": self._published, "have": sorted(self._messages), "unreached": self._unreached}
         if channel is not None:
             try:
                 channel.send(report)

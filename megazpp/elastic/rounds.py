@@ -226,18 +226,13 @@ class Rounds:
         """
         group = self.groups[name]
         kept = range(max(1, self.version - self._num_kept + 1), self.version + 1)
-        return {
+        own = {key: getattr(group, key) for key in ("status", "why", "slot", "granted", "cell", "leaves")}
+        return own | {
             "version": self.version,
-            "status": group.status,
-            "why": group.why,
-            "slot": group.slot,
-            "granted": group.granted,
-            "cell": group.cell,
             "exhausted": self.exhausted,
             "done": self.done,
             "live": len(self.live),
             "oldest": min((self.groups[other].reports[0]["version"] for other in self.live), default=self.version),
-            "leaves": group.leaves,
             "quorum_in": self._seconds_to_quorum(now),
             "grace": self._grace(),
             "pool": {cid: self._for_rank(entry, rank) for cid, entry in self.pool.items()},
@@ -594,7 +589,7 @@ class Rounds:
             groups.append(row | {"late": late, "waited": 0.0 if late else round(waited, 3)})
             note = f" ({late} versions late)" if late else " (called early)" * (entry["steps"] < self.rules.interval)
             parts.append(f"{entry['group']} {entry['steps']} steps{note}")
-        sent = {name: sum(r["sent"] for r in self.groups[name].reports.values()) for name in sorted(self.live)}
+        sent = {name: sum(r["sent_bytes"] for r in self.groups[name].reports.values()) for name in sorted(self.live)}
         row = {"version": self.version, "merged": merged, "returned": self._returned, "events": self._events}
         self.news.rows.append(row | {"groups": groups, "sent_bytes": sent})
         longest = max((group["waited"] for group in groups), default=0.0)

@@ -80,7 +80,7 @@ class Group:
             "wants": self.wants,
             "joined": self.joined,
             "leaves": False,
-            "sent": 0,
+            "sent_bytes": 0,
             "unreached": dict.fromkeys(self.unreached, "host:1: timed out"),
         }
 
