@@ -667,13 +667,16 @@ class Rounds:
         self.free = sorted([*self.free, *(cell for cell in cells if cell[2] < cell[3])])
 
     def _take_from_lease(self, name: str, part: Cell) -> None:
-        """Shorten a group's lease by the steps of `part`, a cell of samples that a published contribution contains."""
+        """Remove the steps of `part`, a cell of samples that a contribution contains, from the leases of its group.
+
+        A part may join the steps of several leases, if another group has lost the first steps of a block.
+        """
+        block, column, first, stop = part
         leases = self.groups[name].leases
-        (index,) = (index for index, cell in enumerate(leases) if cell[:3] == part[:3])
-        block, column, _, stop = leases.pop(index)
-        assert part[3] <= stop, (part, stop)
-        if part[3] < stop:
-            leases.append([block, column, part[3], stop])
+        covered = [cell for cell in leases if cell[:2] == [block, column] and first <= cell[2] < stop]
+        assert sum(min(cell[3], stop) - cell[2] for cell in covered) == stop - first, (part, leases)
+        rest = [[block, column, stop, cell[3]] for cell in covered if cell[3] > stop]
+        self.groups[name].leases = [cell for cell in leases if cell not in covered] + rest
 
     # ---- questions about groups and contributions, for decisions ----------------------------------------------------
 

@@ -196,7 +196,10 @@ class World:
         else:
             block, column, step, stop = group.cell
             group.cell = [block, column, step + 1, stop] if step + 1 < stop else None
-            group.cells.append([block, column, step, step + 1])
+            if group.cells and group.cells[-1][:2] == [block, column] and group.cells[-1][3] == step:
+                group.cells[-1][3] += 1  # also if the steps before were leased as another cell
+            else:
+                group.cells.append([block, column, step, step + 1])
             group.steps += 1
             group.unsent = [steps + 1 for steps in group.unsent]
 
@@ -447,7 +450,7 @@ def test_group_to_which_no_other_can_connect_is_out_and_reads_why():
     why = "no other group can connect to it (host:1: timed out): give --diloco-listen and --diloco-advertise an"
     assert any(f"group g0 is out: {why}" in line for line in world.lines)
     assert Rounds(world.journal).groups["g0"].why.startswith(why)
-    assert [0, 0, 3, 4] in world.rounds.free
+    assert [0, 0, 0, 4] in world.rounds.free
 
 
 def test_groups_outlive_a_suspended_coordinator_even_if_connections_have_ended():
@@ -493,3 +496,18 @@ def test_version_whose_holders_died_during_the_grace_is_not_committed():
     world.wait(5)
     assert world.rounds.version == 0
     assert world.rounds.pool == {}
+
+
+def test_contribution_may_join_the_steps_of_two_leases():
+    """A loop joins successive steps, also if the first ones were leased alone because another group had lost them."""
+
+    def published(group: str, cells: list[list[int]]) -> dict[str, Any]:
+        return {"publish": {"cid": group, "group": group, "steps": sum(c[3] - c[2] for c in cells), "cells": cells}}
+
+    joined = [{"join": name, "slot": slot, "incarnation": name} for slot, name in enumerate("ab")]
+    leased = {"lease": [0, 0, 0, 4], "group": "a"}, published("a", [[0, 0, 0, 2]]), {"out": "a"}, {"drop": ["a"]}
+    again = {"lease": [0, 0, 0, 2], "group": "b"}, {"lease": [0, 0, 2, 4], "group": "b"}
+    rounds = Rounds([{"run": FACTS, "rules": list(RULES)}, *joined, {"members": ["a", "b"]}, *leased, *again])
+    rounds._apply(published("b", [[0, 0, 0, 3]]))
+    assert rounds.groups["b"].leases == [[0, 0, 3, 4]]
+    assert not [cell for cell in rounds.free if cell[:2] == [0, 0]]
