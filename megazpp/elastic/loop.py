@@ -3,6 +3,9 @@
 After every training step, rank 0 of a group decides whether the group takes another step before it synchronizes. Rank 0
 shares the decision, so that all ranks of the group synchronize after the same step. The progress of the run counts
 samples that are merged into the outer weights. Between two synchronizations each local step adds a global batch.
+
+This is one file of more than 300 lines, because joining, leases, synchronizations and progress all change the position
+of the group in the run: its version, its leased cell, and its steps.
 """
 
 from __future__ import annotations
