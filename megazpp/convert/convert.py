@@ -173,7 +173,7 @@ def export(
 
 
 def _inside(name: str, value: Any, rows: int, say: Callable[[str], None]) -> Any:
-    """Remove token ids that the embedding matrix has no row for from an entry of a Hugging Face config.json.
+    """Remove ids without a row in the embedding matrix from an entry of config.json about special tokens.
 
     Args:
         name: name of the entry, such as eos_token_id.
@@ -181,7 +181,7 @@ def _inside(name: str, value: Any, rows: int, say: Callable[[str], None]) -> Any
         rows: rows of the embedding matrix.
         say: function that prints a note if an id is removed.
     Returns:
-        The entry without these ids; None if no id is left.
+        The entry's value without these ids; None if no id is left.
     """
     ids = value if isinstance(value, list) else [value]
     kept = [each for each in ids if each is None or -rows <= each < rows]

@@ -63,7 +63,7 @@ _GPT2_KEYS: Keys = {
 class Gpt2:
     """Hugging Face's family GPT-2, and the mapping of its models to GPTConfig and back.
 
-    The attributes and methods are the same as those of `llama.Relative`.
+    The attributes and methods are the same as those of `Relative`.
     """
 
     model_type, class_name, fused, predicts = "gpt2", "GPT2LMHeadModel", False, False
@@ -116,7 +116,8 @@ def read_keys(settings: Settings, keys: Keys) -> dict[str, Any]:
 
     Args:
         settings: values of the config.json.
-        keys: for each key, the field, the property, and the method of `Settings` that reads the value.
+        keys: for each key of config.json, the names of its field of GPTConfig, of the property that exports use, and of
+            the method of `Settings` that reads the value.
     Raises:
         ValueError: a value is missing or invalid. The message names its key.
     """
@@ -128,7 +129,8 @@ def write_keys(config: GPTConfig, keys: Keys) -> dict[str, Any]:
 
     Args:
         config: architecture of the model.
-        keys: for each key of config.json, the field, the property with the value to write, and the reading method.
+        keys: for each key of config.json, the names of its field of GPTConfig, of the property with the value to write,
+            and of the method of `Settings` that imports use.
     """
     return {key: getattr(config, value) for key, (_, value, _) in keys.items()}
 
@@ -155,8 +157,8 @@ class Relative:
         prefix: prefix of the tensor names. Files that transformers' AutoModel has written without an output layer have
             names without this prefix.
         buffers: pattern of the names of stored tensors that are not weights. They are ignored.
-        predicts: True if files may contain further layers after the last one, for the prediction of several tokens.
-            They are left out.
+        predicts: True if files may contain further layers after the model's last layer, which predict several tokens. A
+            conversion leaves these layers out.
         model_type: name of the family in config.json.
         class_name: transformers' class of the model with its output layer.
         biases: keys of config.json that enable biases in all linear layers.
@@ -192,7 +194,7 @@ class Relative:
 
     @property
     def keys(self) -> Keys:
-        """The keys of the family's config.json that correspond to one field of GPTConfig each."""
+        """The keys of the family's config.json that set one field of GPTConfig each, in the form of `Keys`."""
         epsilon = "norm_epsilon" if self.layer_norm else "rms_norm_eps"
         return {**_LLAMA_KEYS, epsilon: ("norm_epsilon", "norm_epsilon", "positive")}
 

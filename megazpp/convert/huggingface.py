@@ -43,7 +43,8 @@ from megazpp.model.config import GPTConfig
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers reads the first that exists
 FILE_BYTES = 5 * 10**9  # largest size of a safetensors file, as in transformers
-# If one of these files is in the folder, from_pretrained changes the weights by an adapter, or reads other weights.
+# If a folder has the file ADAPTER, from_pretrained changes the weights by an adapter. If a folder has files that match
+# SHARDS, from_pretrained reads the weights in these files instead of those in the model's files.
 ADAPTER, SHARDS = "adapter_config.json", "shard-*-model-*-of-*.safetensors"
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative
@@ -258,7 +259,10 @@ def _differences(architecture: Architecture, config: GPTConfig) -> list[str]:
 
 
 def to_files(architecture: Architecture, tensors: dict[str, Deferred]) -> dict[str, Deferred]:
-    """Return a model's tensors as a Hugging Face family stores them in files: phi3 fuses the matrices gate and up."""
+    """Return a model's tensors, by name, as a Hugging Face family stores them in files.
+
+    phi3 stores gate and up as one matrix. For all other families, `tensors` are returned unchanged.
+    """
     return join_gate_up(tensors) if architecture.fused else tensors
 
 
@@ -270,7 +274,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_files(folder: Path, architecture: Architecture, explicit: str | None) -> dict[str, Deferred]:
-    """Open the weights of a Hugging Face folder, without buffers, and return them by their names in transformers.
+    """Open the weights of a Hugging Face folder, and return them by their names in transformers; ignore buffers.
 
     If the folder has weights in several formats, the function opens the files that transformers would open.
 

@@ -139,7 +139,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     for name in parts[0]:
         join = functools.partial(_join, name=name, config=config, version=version)
         of_ranks = [part[name] for part in parts]
-        # With SwiGLU, Megatron-LM's fc1 has the rows of gate before its own. `GPTModel` has two tensors.
+        # With SwiGLU, Megatron-LM's fc1 has the rows of gate before its own. `GPTModel` has separate gate and fc1.
         if config.swiglu and ".mlp.fc1." in name:
             halves = [tensor.chunk(2) for tensor in of_ranks]
             tensors[name.replace(".fc1.", ".gate.")] = _deferred([half[0] for half in halves], join)
@@ -261,7 +261,7 @@ def _read_config(settings: Settings) -> dict[str, Any]:
 
 
 def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of one rank's file by their names in `GPTModel`. With SwiGLU, fc1 still contains gate.
+    """Return the tensors of one rank's file by their names in `GPTModel`. With SwiGLU, fc1 also has gate's rows.
 
     Args:
         model: nested dictionaries of tensors from a Megatron-LM checkpoint. Transformer Engine's extra state is
@@ -334,7 +334,7 @@ def _deferred(parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tens
 
 
 class Unknown:
-    """A placeholder for an object in a checkpoint's pickle whose class is not imported, so that no code of it runs."""
+    """A placeholder for a pickled object of a checkpoint, whose class is not imported so that none of its code runs."""
 
     def __new__(cls, *args: Any) -> Unknown:
         return super().__new__(cls)
@@ -389,5 +389,5 @@ def _global_names(path: Path) -> set[str]:
         with zipfile.ZipFile(path) as archive:
             name = [name for name in archive.namelist() if name.endswith("/data.pkl")][0]  # noqa: RUF015 - IndexError
             return names(io.BytesIO(archive.read(name)))
-    with path.open("rb") as file:  # a file before torch 1.6 is four pickles: magic number, version, machine, content
+    with path.open("rb") as file:  # torch before 1.6 writes four pickles: magic number, version, machine, content
         return set().union(*(names(file) for _ in range(4)))

@@ -6,7 +6,7 @@
 | qwen3_moe  | qwen3          | by `norm_topk_prob`, as below     | none       | by two keys      |
 | qwen2_moe  | qwen2          | by `norm_topk_prob`               | with gate  | by two keys      |
 | olmoe      | olmo2          | by `norm_topk_prob`               | none       | none             |
-| glm4_moe   | qwen3, or 2    | sigmoid scores and an expert bias | no gate    | the first layers |
+| glm4_moe   | qwen3 or qwen2 | sigmoid scores and an expert bias | no gate    | the first layers |
 
 With `norm_topk_prob`, the router weights of a token's chosen experts add up to 1, as in a softmax over these experts
 alone. Without it, the weights come from a softmax over all experts (--moe-router-pre-softmax). `decoder_sparse_step`
@@ -32,7 +32,7 @@ _SPARSE = "decoder_sparse_step", "mlp_only_layers"
 
 @dataclass(frozen=True)
 class Mixture(Relative):
-    """A Hugging Face family (model_type) with experts. It also has the attributes and methods of `llama.Relative`.
+    """A Hugging Face family (model_type) with experts. It also has the attributes and methods of `families.Relative`.
 
     Attributes:
         moe: name of the module in a layer that contains the router and the experts.

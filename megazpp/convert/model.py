@@ -38,7 +38,7 @@ class Deferred(NamedTuple):
 
 
 def held(tensor: torch.Tensor) -> Deferred:
-    """Wrap a tensor in memory as a `Deferred`, the type of all tensors during a conversion. Its `read` returns it."""
+    """Wrap a tensor in memory as a `Deferred`, the type of all tensors in a conversion. `read` returns `tensor`."""
     return Deferred(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
@@ -55,7 +55,7 @@ class Model(NamedTuple):
 
     Attributes:
         config: architecture of the model.
-        rows: rows of the embedding matrix.
+        rows: number of rows of the embedding matrix.
         tensors: all tensors of the model, by their names in `GPTModel`.
         seq_length: tokens of a training sample.
         tokenizer: flags that name the tokenizer's files on this machine; flags with their defaults if there are none.
@@ -121,10 +121,10 @@ def model_shapes(
 
     Args:
         config: architecture of the model.
-        rows: rows of the embedding matrix.
+        rows: number of rows of the embedding matrix.
         where: file that describes the model, for messages.
-        num_tensors: number of tensors in the model's files. It limits the number of layers of a damaged description,
-            because building many layers would take too long.
+        num_tensors: number of tensors in the model's files. A description with more layers than tensors is damaged, and
+            building its layers could take too long.
         scalar_head: True for a model with a scalar head.
     Raises:
         ValueError: no model can be built from `config`, or it has more layers than there are tensors.
@@ -174,13 +174,13 @@ def transposed(name: str) -> ForeignTensors:
 
 
 def fuse_qkv(parts: Sequence[torch.Tensor], *, groups: int, head_size: int) -> torch.Tensor:
-    """Fuse the matrices (or biases) of queries, keys and values into the single one of `GPTModel`.
+    """Fuse the matrices (or biases) of queries, keys and values into the single matrix (or bias) of `GPTModel`.
 
-    Its rows have the order [group, (queries of the group, key, value), channel]. A group is a key-value head with the
-    query heads that use it.
+    The rows of the result have the order [group, (queries of the group, key, value), channel]. A group is a key-value
+    head with the query heads that use it.
 
     Args:
-        parts: the three matrices [rows, in], or the three biases [rows].
+        parts: the three matrices [heads * head_size, inputs], or the three biases [heads * head_size].
         groups: number of groups.
         head_size: channels of a head.
     """

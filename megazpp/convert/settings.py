@@ -113,7 +113,10 @@ class Settings:
         return Settings(value, self.where, f"{key}.")
 
     def _get(self, key: str, default: Any) -> Any:
-        """Return the value of the setting `key`, or `default` if it is missing; raise ValueError if both are None."""
+        """Return the value of the setting `key`, or `default` if the value is missing.
+
+        If the value is missing and `default` is None, raise ValueError.
+        """
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:

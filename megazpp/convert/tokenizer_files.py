@@ -26,7 +26,7 @@ _EOD = "<eod>"
 _UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # a text that SentencePiece's usual normalizations change
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # character by which SentencePiece represents a space
 _NEVER = -1e6  # log probability of a piece that the tokenizer must never choose
-_PLAIN = {"split_special_tokens": True}  # encodes "<eod>" in a text as five letters, as training with MegaZ++ does
+_PLAIN = {"split_special_tokens": True}  # makes transformers encode "<eod>" in a text as letters, like MegaZ++
 
 
 def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
         return dict.fromkeys(("bos_token_id", "eos_token_id"))
     files = dict(tokenizer.files)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | read_settings(files, CONFIG)
-    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # drops model_type and the like
+    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # without model_type etc.
     files.pop(CONFIG, None)
     made: dict[str, Any] = {}
     if not files:

@@ -196,7 +196,9 @@ class HostMemory(DeviceStates):
         onto.copy_(x, non_blocking=True)
 
     def submit(self, task: Callable[[torch.Tensor], None]) -> Work[None]:
-        """Queue `task`, the optimizer update of a unit; it gets a slot of device memory, 4 rows of fp32 numbers.
+        """Queue `task`, the optimizer update of a unit, which is called with a slot of device memory.
+
+        The slot is an fp32 tensor with 4 rows: for weights, gradients and two moments.
 
         The two slots are used in turn, and each slot has a queue of its own.
         """
@@ -220,8 +222,9 @@ class HostMemory(DeviceStates):
     def norms(self, tp: MeshAxis) -> dict[str, torch.Tensor]:
         """Complete the step's gradients, and return the L2 norm of this rank's shard of each gradient.
 
-        Call this method on all ranks after the last backward of a step. It sums the gradients of the parameters in
-        `partial` over `tp`. The norms are fp32 scalars on the device, by parameter name.
+        Call this method on all ranks after the last backward of a step. The gradients of the parameters in `partial`
+        are partial on each tensor-parallel rank, so the method sums them over `tp`. The norms are fp32 scalars on the
+        device, by parameter name.
         """
         found, late = dict[str, torch.Tensor](), list[tuple[str, torch.Tensor, torch.Tensor]]()
         for shard in self.shards:
@@ -360,7 +363,7 @@ class HostShard:
         self.has_sum = True
         memory.download(total, buffer)
         if not last:
-            return total.new_empty(0)  # a view of `total` would keep its memory allocated
+            return total.new_empty(0)  # not a view of `total`, which would keep the memory of `total` allocated
         parts = self._split(total, of_gradients=True)
         norms = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32))
         return torch.cat([norms, *[parts[place] for place in self._partial_places]])
@@ -384,7 +387,10 @@ class HostShard:
 
     @property
     def _partial_places(self) -> list[int]:
-        """The positions, among the unit's trained parameters, of the parameters in `HostMemory.partial`."""
+        """The positions of parameters whose gradients tensor-parallel ranks must sum (`HostMemory.partial`).
+
+        A position is an index in the list of the unit's trained parameters.
+        """
         partial, parameters = self.memory.partial, self.unit.parameters
         return [place for place, index in enumerate(self._trained) if parameters[index].name in partial]
 
@@ -471,7 +477,10 @@ class HostedUnit(Unit):
         return found
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        """Return a function that uploads this rank's flat shard [S] to the device; see `Unit.shard_reader`."""
+        """Return a function that uploads this rank's flat shard [S] to the device; see `Unit.shard_reader`.
+
+        Return None while the unit's parameters are gathered.
+        """
         return self.states.read if self.is_sharded else None
 
     def input_reader(self, given: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -54,7 +54,7 @@ class HostedReduce(SummingReduce):
         return self.unit.states.gradients[: math.prod(size)]
 
     def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
-        """Start the reduction of `gradients` [W n], n elements for each of W ranks, and the move to host memory."""
+        """Start the reduction of `gradients` [W * n], n elements for each of W ranks, and the move to host memory."""
         work = self.start(gradients, output)
         # Make `post_backward` clear `.grad`, which FSDP2 sets to a view of the host buffer. Otherwise FSDP2 would add
         # the buffer to itself in the next micro-batch.
@@ -141,8 +141,9 @@ class HostedTwoHopReduce(HostedReduce, TwoHopReduce):
     def _hop_inside(self, gradients: torch.Tensor, codec: Codec, *, keep: bool) -> torch.Tensor:
         """Run the intra-node hop; see `TwoHopReduce._hop_inside`.
 
-        With --zero-offload-partial-sums, upload the partial sums of earlier micro-batches first. With `keep`, move the
-        new partial sums to host memory, and return an empty tensor.
+        With --zero-offload-partial-sums, upload the partial sums of earlier micro-batches first. If `keep` is True,
+        because later micro-batches of the step follow, also move the new partial sums to host memory, and return an
+        empty tensor.
         """
         if self._slot is None:
             return super()._hop_inside(gradients, codec, keep=keep)

@@ -16,10 +16,12 @@ from megazpp.run.arguments import ParsedRun, RunConfig
 
 
 def adapter_settings(lora: LoraConfig, config: GPTConfig) -> AdapterSettings:
-    """Return the settings of a run's adapters, from the flags of LoRA. Their `base` and `checksum` are None.
+    """Return the settings of a run's adapters, from the flags of LoRA.
+
+    The settings' `base` and `checksum` are None, because the base weights are not loaded yet.
 
     Args:
-        lora: flags of LoRA, with a rank.
+        lora: flags of LoRA, with --lora-r given.
         config: architecture of the model.
 
     Raises:
@@ -121,7 +123,7 @@ def with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any
         path = Path(lora.lora_load).expanduser().resolve()
         found, where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
         theirs = dict(zip(SETTINGS, found, strict=False)) | {"lora_load": str(path)}
-        # PEFT's files do not record in how many bits the base was packed, so accept the user's number
+        # PEFT's files do not record the bits in which the base was packed, so accept any --base-weight-bits
         theirs["base_weight_bits"] = lora.base_weight_bits
     else:
         return lora

@@ -37,7 +37,10 @@ class Lora(Feature):
     config, opens_weights = AdapterBaseConfig, True
 
     def weight_opener(self, sections: Sequence[Any]) -> AdapterOpener:
-        """Return the opener of checkpoints with adapters, which looks for base weights in --lora-base first."""
+        """Return an opener of checkpoints with adapters. It looks for base weights in the folders of --lora-base first.
+
+        `sections` has the configs of the program's features, among them the value of --lora-base.
+        """
         return adapter_opener(sections)
 
 

@@ -95,8 +95,8 @@ class LowRankAdapter(Adapter):
         """Store the matrices that the adapter uses while it is not enabled, as part of the reference model.
 
         Args:
-            a: [in, r] matrix A of all tp ranks.
-            b: [out, r] matrix B of all tp ranks.
+            a: [in, r] unsharded matrix A; here `in` counts the inputs of all tp ranks.
+            b: [out, r] unsharded matrix B; here `out` counts the outputs of all tp ranks.
             device: device on which this tp rank's parts of the matrices are stored.
         """
         parts = [
@@ -109,8 +109,9 @@ class LowRankAdapter(Adapter):
 class QkvAdapter(Adapter):
     """Separate LoRA adapters of queries, keys and values for the fused projection of attention.
 
-    Maps [S, B, in] to [S, B, outputs of this tp rank]. The outputs are in the order of the fused projection: for each
-    key-value head of this rank first its query heads, then the key, then the value, with `head_size` outputs each.
+    Maps [S, B, in] to [S, B, outputs of this tp rank], for S tokens of each of B samples. The outputs are in the order
+    of the fused projection: for each key-value head of this rank first its query heads, then the key, then the value,
+    with `head_size` outputs each.
 
     Args:
         adapters: the adapters by name, "q", "k" and "v"; a missing one adds nothing.
@@ -126,7 +127,8 @@ class QkvAdapter(Adapter):
         for name, adapter in adapters.items():
             self.add_module(name, adapter)
         self.groups, self.head_size = groups, head_size
-        self.heads = {"q": queries_per_group, "k": 1, "v": 1}  # number of heads per key-value head
+        # For queries, keys and values: the number of heads per key-value head
+        self.heads = {"q": queries_per_group, "k": 1, "v": 1}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the LoRA adapters of queries, keys and values in the order of the fused projection.
@@ -143,8 +145,8 @@ class QkvAdapter(Adapter):
 class LowRankExpertAdapter(ExpertAdapter):
     """The LoRA adapters of one matrix of all E experts of a layer; each expert has its own A and B.
 
-    The parameters are A [E in, r] and B [E out, r], in which the rows of the experts follow one another. They are
-    sharded like the experts' weights.
+    The parameters are A [E * in, r] and B [E * out, r], for matrices with `in` inputs and `out` outputs. The rows of
+    expert 0 come first, then the rows of expert 1, and so on. A and B are sharded like the experts' weights.
 
     Args:
         num_experts: number of experts E.
@@ -162,15 +164,16 @@ class LowRankExpertAdapter(ExpertAdapter):
         self.num_experts, self.rank, self.scale, self.dropout = num_experts, rank, scale, dropout
         self.a = nn.Parameter(torch.empty(num_experts * in_features, rank))
         self.b = nn.Parameter(torch.empty(num_experts * out_features, rank))
-        std = 1.0 / math.sqrt(3.0 * in_features)  # variance of PEFT's initial values, as in `LowRankAdapter`
+        std = 1.0 / math.sqrt(3.0 * in_features)  # gives A the same variance as in PEFT, see `LowRankAdapter`
         self.specs = {name: ParameterSpec(split=0, expert=True, std=std if name == "a" else 0.0) for name in ("a", "b")}
 
     def forward(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return the output of the experts' LoRA adapters, scale (x A) B^T.
 
         Args:
-            x: [R, in] inputs of the experts, one row for each token and expert, see `ExpertAdapter`.
-            multiply: function that multiplies each expert's rows by this expert's matrix.
+            x: [R, in] inputs of the experts' matrix, sorted by expert. There is one row for each pair of a token and an
+                expert that the router has chosen for it.
+            multiply: function (rows, matrices) that multiplies each expert's rows by this expert's matrix.
         """
         a, b = (local(weight).view(self.num_experts, -1, self.rank) for weight in (self.a, self.b))
         return multiply(multiply(self.dropout(x), a), b.mT) * self.scale
@@ -181,8 +184,9 @@ def joined_factors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the matrices A [in, R] and B [out, R] of a linear layer's adapter, whose weight change is B A^T.
 
-    An adapter of the fused projection of queries, keys and values has up to three pairs of matrices. They are joined:
-    R is the sum of their ranks, and B has zeros in the rows that do not belong to a column's pair.
+    If the fused projection of queries, keys and values has separate adapters (`QkvAdapter`), their matrices are joined:
+    R is the sum of their ranks. In each column of B, only the rows for queries, for keys or for values are not zero.
+    Otherwise A and B are the adapter's own matrices, and R is its rank.
 
     Args:
         parameters: unsharded parameters of the adapter, by name: "a" and "b", or "q.a", "q.b", "k.a" and so on.
@@ -207,8 +211,9 @@ def joined_factors(
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Merge an adapter into a layer's weight: return weight + scale b a^T, in the weight's dtype.
 
-    The sum is computed in fp32. `weight` may be any rectangular part of a layer's weight. The R terms of each element
-    are added in order, so the result is bit-identical for every division of the weight into parts.
+    The sum is computed in fp32. `weight` may be any rectangular part of a layer's weight. An element of b a^T is a sum
+    of R terms, where R is the rank of the adapter. They are always added in the same order, so the result is
+    bit-identical for every division of the weight into parts.
 
     Args:
         weight: [rows, columns] rectangular part of a weight [out, in].

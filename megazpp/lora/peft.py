@@ -49,23 +49,24 @@ from megazpp.packed_weights.reader import spell_checksum, sum_of_bits
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 ALL_LINEAR = "all-linear"
-BASE = "base_checksum"  # key of the checksum in the metadata of the safetensors file
+BASE = "base_checksum"  # key of the base weights' checksum in the metadata of adapter_model.safetensors
 # Fields of LoraConfig whose values are the first fields of `AdapterSettings`, in this order
 SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 _PREFIX = "base_model.model."  # PEFT puts this before the names of transformers' modules
-# Keys of adapter_config.json with any value: PEFT applies them to a model without weights, or they do not change merged
-# weights. All other keys must have PEFT's default, because their effect is not supported here.
+# Keys of adapter_config.json that may have any value: PEFT itself applies them, or they do not change merged weights.
+# All other keys must have PEFT's default, because their effect is not supported here.
 _KNOWN = (
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "target_modules", "fan_in_fan_out", "megatron_core"),
     *("qalora_group_size", "eva_config", "runtime_config", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("modules_to_save", "layers_to_transform", "layers_pattern", "exclude_modules"),
 )
-# Values of init_lora_weights that leave the base weights unchanged
+# Values of the key init_lora_weights with which PEFT leaves the base weights unchanged; others are rejected
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 # For reward models: PEFT's task type, the module names that PEFT uses for their heads, and the head's weight
 _SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"
-_WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.")  # embeddings and output layers, with a row for each token id
+# Matches the names of embeddings and output layers, whose number of rows is the vocabulary size
+_WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.")
 _LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
 
 
@@ -78,7 +79,7 @@ class AdapterSettings(NamedTuple):
         dropout: dropout probability of an adapter's input (PEFT's lora_dropout).
         targets: suffixes of the names of transformers' modules that have adapters, or "all-linear".
         base: name or folder of the base weights on which the adapters were trained; None if it is unknown.
-        checksum: checksum of these weights; None if it is unknown.
+        checksum: checksum of the base weights; None if it is unknown.
     """
 
     rank: int
@@ -115,7 +116,7 @@ class Branch(NamedTuple):
 
     @property
     def is_experts(self) -> bool:
-        """True if the adapter stands for the adapters of one matrix of all experts of a layer."""
+        """True if this is the place of the adapters of one matrix (gate, fc1 or fc2) of all experts of a layer."""
         return self.linear.endswith(".experts")
 
     @property
@@ -143,8 +144,8 @@ def find_branches(config: GPTConfig, targets: Sequence[str]) -> list[Branch]:
         ValueError: a target is not the name of a linear layer of the model.
     """
     pieces, branches = model_pieces(config), list[Branch]()
-    # phi3 has one module gate_up_proj for the matrices gate and fc1, and its adapter one A for both. That is not
-    # supported, so leave these matrices out.
+    # phi3 fuses the matrices gate and fc1 into one module, gate_up_proj, so in PEFT they share one matrix A. Adapters
+    # that share A are not supported, so leave gate and fc1 out.
     if find_architecture(config).fused:
         pieces = {name: piece for name, piece in pieces.items() if not re.search(r"\.mlp\.(gate|fc1)\.", name)}
     for linear in (f"layers.{layer}.{name}" for layer in range(config.layers) for name in _LINEARS):
@@ -354,8 +355,9 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
         config: architecture of the model.
 
     Returns:
-        PEFT's model; and by transformers' names the base weights that the files contain besides adapters. PEFT saves
-        embeddings, for example, if the base was resized for the training.
+        PEFT's model, and further tensors of the files by transformers' names: base weights that are neither adapters
+        nor in modules_to_save. PEFT saves embeddings, for example, if their number of rows was changed for the
+        training.
 
     Raises:
         ValueError: PEFT is not installed or refuses the adapters, or they change more than LoRA does.
@@ -432,7 +434,8 @@ def _empty_model(config: GPTConfig, rows: int, *, scores: bool) -> Any:
     with torch.device("meta"):
         model = auto.from_config(description)
     for module in model.modules():
-        # PEFT moves adapters to the device of the base weights, so put these on the CPU, as views of one element
+        # PEFT moves adapters to the device of the base weights. So replace the base weights, which are on the meta
+        # device, by tensors on the CPU. Each is a view of a single element, so that it takes no memory.
         for name, tensor in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.zeros(1).expand(tensor.shape), requires_grad=False))
     return model
@@ -461,7 +464,7 @@ def _merge(layer: Any, weight: Deferred) -> torch.Tensor:
     base = layer.get_base_layer()
     empty, base.weight = base.weight, nn.Parameter(weight.read().float(), requires_grad=False)
     layer.merge()
-    layer.merged_adapters.clear()  # PEFT's record of merged adapters would prevent a second merge
+    layer.merged_adapters.clear()  # with an entry in this list, PEFT would not merge the adapter again at the next read
     found, base.weight = base.weight.data, empty
     return found
 

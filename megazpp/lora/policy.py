@@ -167,15 +167,16 @@ def _adapter(
 ) -> LowRankAdapter | QkvAdapter:
     """Return a new LoRA adapter for a linear layer.
 
-    For the fused projection of queries, keys and values it has a separate adapter for each element of `branches`.
+    If `branches` are parts of the fused projection of queries, keys and values, the result is a `QkvAdapter`, which
+    contains an adapter for each of them.
 
     Args:
         model: model that contains the layer.
         linear: base layer.
         branches: the parts of the layer that get an adapter.
         settings: settings of the adapters.
-        agreeing: random generator that is equal on all tp ranks, for dropout masks of inputs that all tp ranks hold;
-            None for each rank's own generator.
+        agreeing: random generator that is equal on all tp ranks, for dropout masks of inputs that all tp ranks hold.
+            With None, each tp rank samples its masks from its own torch generator.
     """
     config, shared = model.config, None if isinstance(linear, RowParallelLinear) else agreeing
 

@@ -192,7 +192,8 @@ class AdaptedReader(SafeReader):
     def _read_factors(self, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Read the matrices A [in, r] and B [out, r] of a weight's adapter; None if the weight has no adapter.
 
-        For the weight of E experts, return the matrix for its columns, [E columns, r], and for its rows, [E rows, r].
+        The weight of E experts stacks their matrices. Return first the matrix that belongs to the columns of these
+        matrices, [E * columns, r], and then the matrix that belongs to their rows, [E * rows, r].
         """
         stem, _, matrix = key.rpartition(".")
         is_experts, config = stem.endswith(".experts"), self._config

@@ -162,7 +162,7 @@ class Placed(NamedTuple):
         return self.start + (self.part_rows * self.rows.row_bytes if self.rows else 4 * math.prod(self.shape))
 
     def rows_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the weight's packed rows in the messages [L, M] of L ranks as a view [L, part_rows, row_bytes]."""
+        """Return the weight's packed rows in L ranks' messages of M bytes: [L, M] -> view [L, part_rows, row_bytes]."""
         return messages[:, self.start : self.stop].unflatten(1, (self.part_rows, -1))
 
     def load(self, load: LoadRows, part: int) -> Iterator[torch.Tensor]:
@@ -225,7 +225,7 @@ class MessagePlan(NamedTuple):
         """Load and pack a rank's rows of all weights into `message`, and return `message`.
 
         Args:
-            message: [M] uint8, written.
+            message: [num_bytes] uint8, which the method fills.
             load: function that reads a range of rows (dim 0) of the named weight, in any dtype.
             part: index of the rank, taken modulo `num_parts`.
         """

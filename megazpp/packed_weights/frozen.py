@@ -3,10 +3,10 @@
     checkpoint --this rank's rows--> pack --> message [M]        once; each node reads all rows, nothing crosses nodes
     message [M] --local all-gather--> [L, M] --unpack--> weights   before each use in forward and backward; then freed
 
-The L ranks of a node with the same tensor-parallel index share a unit. A frozen weight is a plain tensor that replaces
-the module's parameter. FSDP2, the optimizer, the gradient norm and checkpoints therefore do not include the weight, and
-it has neither an fp32 master copy nor moments. By default the message holds the compute dtype, so a forward is
-bit-identical to a forward with trained weights.
+The L ranks of a node with the same tensor-parallel index share a unit, and each of them stores a message of M bytes. A
+frozen weight is a plain tensor that replaces the module's parameter. FSDP2, the optimizer, the gradient norm and
+checkpoints therefore do not include the weight, and it has neither an fp32 master copy nor moments. By default the
+message holds the compute dtype, so a forward is bit-identical to a forward with trained weights.
 
 For P weights, a rank stores 2 P / L bytes in 16 bits, 1.0312 P / L in 8 bits and 0.5625 P / L in 4 bits. For each use
 the rank sends L - 1 times as many bytes inside the node.
@@ -195,7 +195,7 @@ class FrozenUnits:
     def following(self, unit: FrozenUnit) -> FrozenUnit | None:
         """Return the unit that is used after `unit` in the current forward or backward, to gather it ahead of its use.
 
-        None if `unit` is the last one, or if the backward does not need the next unit.
+        Return None if `unit` is the last unit of the pass, or if the backward does not need the following unit.
         """
         index = self.units.index(unit)
         if not in_backward():
@@ -226,11 +226,12 @@ class FrozenUnit:
     Args:
         model: handle to all frozen units of the model.
         plan: layout of the messages that hold the packed weights.
-        message: [M] uint8, the packed rows that this rank stores.
+        message: [M] uint8, the packed rows that this rank stores, M bytes.
         dtype: dtype in which the model computes.
     Attributes:
-        weights: for each weight, its bytes in the message; its unpacked elements as a flat tensor, whose memory is
-            freed between uses; and the view of this tensor with which modules compute.
+        weights: for each weight, a tuple of its bytes in the message (`Placed`), a flat tensor with its unpacked
+            elements, and the view of this tensor with which modules compute. The flat tensor's memory is freed between
+            uses. If the weight needs no unpacking, the flat tensor is a view of `message` instead.
     """
 
     def __init__(self, model: FrozenUnits, plan: MessagePlan, message: torch.Tensor, dtype: torch.dtype) -> None:
@@ -291,7 +292,10 @@ class FrozenUnit:
             self.free()
 
     def _start_gather(self) -> Work[torch.Tensor]:
-        """Start the all-gather of the unit's packed weights inside the node; the work yields [L, M] uint8."""
+        """Start the all-gather of the unit's packed weights inside the node.
+
+        The work yields the messages [L, M] uint8 of the L ranks that share the unit, M bytes each.
+        """
         axis, message = self._model.axis, self.message.unsqueeze(0)
         if axis.size == 1:
             return Work(message)

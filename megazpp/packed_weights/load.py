@@ -221,9 +221,9 @@ def pack_where_they_stay(
 ) -> list[torch.Tensor]:
     """Load and pack the weights of a streamed model, and return them in the memory in which they stay.
 
-    The result is a list of messages [M] uint8. The first has the weights that always stay on the device. One message
-    per streamed layer follows, on `device` or in page-locked host memory (`pin`). At most one message at a time is in
-    other memory.
+    The result is a list of messages, 1-D uint8 tensors. The first has the weights that always stay on the device. One
+    message per streamed layer follows, on `device` or in page-locked host memory (`pin`). At most one message at a time
+    is in other memory.
 
     Args:
         plan: layouts of the messages.

@@ -4,11 +4,11 @@
     weight [rows, columns] --some rows at a time--> compute dtype, in one small buffer --matrix product--> columns of
     the result
 
-The L ranks of a node with the same tensor-parallel index share a layer. Each rank fetches 1/L of the layer over its own
-link, and gathers the rest inside the node. Nothing crosses nodes. The device holds a ring of 1 + `prefetch` messages.
-Every rank also holds the weights that are not streamed, completely: the embedding, the output layer, all vectors and
-the routers of experts. While a layer computes, the next layers in the order of use are fetched. After the last layer,
-the first layer is fetched for the next pass.
+The L ranks of a node with the same tensor-parallel index share a layer. Each rank fetches 1/L of the layer, a message
+of M bytes, over its own link, and gathers the rest inside the node. Nothing crosses nodes. The device holds a ring of
+1 + `prefetch` messages. Every rank also holds the weights that are not streamed, completely: the embedding, the output
+layer, all vectors and the routers of experts. While a layer computes, the next layers in the order of use are fetched.
+After the last layer, the first layer is fetched for the next pass.
 
 A matrix is never unpacked completely. Its pieces stay in the cache while they are multiplied, and all pieces use the
 same buffer. The arithmetic does not depend on the location of the messages, so results are bit-identical for all values
@@ -104,8 +104,8 @@ class StreamedUnits:
         units: the streamed modules, usually the layers, in the order of `plan.streamed`.
         plan: layouts of the messages. A message holds the packed weights of a unit in one buffer.
         kept: [bytes] uint8, message with the weights that stay on the device.
-        fetch: function that starts to copy the message [M] uint8 of a unit, given by its index, to the device. The
-            message stays valid until 1 + `prefetch` other messages have been fetched.
+        fetch: function that starts to copy the message [M] uint8 of a unit, given by its index, to the device. M is the
+            message's number of bytes. The message stays valid until 1 + `prefetch` other messages have been fetched.
         axis: axis over the ranks of a node that share the units.
         dtype: dtype in which the model computes.
         prefetch: number of units that are fetched ahead of their use.
@@ -260,7 +260,10 @@ class PackedMatrix:
         self._at_once = max((_CUDA_PIECE if device.type == "cuda" else _CPU_PIECE) // self.columns, 1)
 
     def take(self, messages: torch.Tensor) -> None:
-        """Make this matrix usable: refer to its packed rows in P ranks' messages [P, M] uint8, without a copy."""
+        """Make this matrix usable: let `parts` be its packed rows in `messages`, without a copy.
+
+        `messages` is [P, M] uint8: the messages of the P ranks that share the matrix, M bytes each.
+        """
         self.parts = self.weight.rows_in(messages)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None, *, rows: range) -> torch.Tensor:
@@ -283,7 +286,7 @@ class PackedMatrix:
         """Multiply by some rows W [number of rows, columns] of this matrix: x W, [n, columns].
 
         Args:
-            x: [n, number of rows] in the compute dtype.
+            x: [n, number of rows] in the compute dtype, for any n.
             rows: indices of the rows of this matrix to use.
         """
         out = x.new_zeros(len(x), self.columns)
@@ -314,8 +317,8 @@ class PackedMatrix:
     def _pieces(self, rows: range) -> Iterator[tuple[int, torch.Tensor]]:
         """Unpack some rows of this matrix piece by piece, and yield (index of the first row, [rows, columns]).
 
-        Pieces are in the compute dtype. All pieces may use the same buffer, so a piece is valid until the next is asked
-        for.
+        Pieces are in the compute dtype. All pieces may use the same buffer, so a piece is valid only until the next
+        piece is requested.
 
         Args:
             rows: indices of the rows of this matrix to unpack.

@@ -39,7 +39,8 @@ from megazpp.topology.cluster import LINK_KINDS, Cluster, LinkKind
 AXES = ("tp", "cp", "local", "cross", "shard", "replicate", "replica_group")
 NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; only Muon communicates along it
 EXPERT_AXES = ("ep", "expert local", "expert shard")  # axes of experts' parameters, see `Layout.for_experts`
-DATA_AXES = ("shard", "local", "cross")  # for weights and gradients: shard in one ring, local and cross in two hops
+# Axes that communicate weights and gradients: shard in one ring, or local and cross in two hops
+DATA_AXES = ("shard", "local", "cross")
 WIRES = ("tp", "local", "cross")  # classes of counted traffic; the traffic of every axis counts under one of them
 PCIE, HOST = "pcie", "host"  # wire and axis of copies between a device and host memory (--optimizer-cpu-offload)
 UPLOAD, DOWNLOAD = "upload", "download"  # copies to the device, and copies from the device, in the byte counts

@@ -191,7 +191,7 @@ def _is_first_copy(weight: DTensor) -> bool:
 
 
 def encode_change(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return the lossless weight delta from `old` to `new`: [M] uint8 in host memory, of the shortest possible length.
+    """Return the lossless weight delta from `old` to `new`: 1-D uint8 in host memory, of the shortest possible length.
 
     Args:
         new: weights in a 16-bit dtype, contiguous.

@@ -175,8 +175,9 @@ def _newest_chain(folder: Path) -> tuple[Path | None, dict[int, list[Path]], dic
     """Find the newest chain of weight patches in a folder, and list its complete files.
 
     Returns:
-        The chain's folder, then the `weights` files and the `patch` files of each step that has the files of all ranks.
-        (None, {}, {}) if no chain has a complete set of `weights` files.
+        The chain's folder, and two dictionaries by training step: all ranks' `weights` files, and all ranks' `patch`
+        files. Steps without the files of all ranks are left out. The result is (None, {}, {}) if no chain has a
+        complete set of `weights` files.
     """
     chains = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     for chain in sorted(chains, key=lambda path: int(path.name), reverse=True):
@@ -231,8 +232,8 @@ def _read_patch(path: Path, part: _Part) -> tuple[dict[str, torch.Tensor], str]:
         path: file to read.
         part: shards of the training rank that has written the file.
     Returns:
-        The changes of each shard by name, as lossless weight deltas ([M] uint8), and the new values of the buffers.
-        Then the checksum of the chain after this patch, as 8 hexadecimal digits.
+        The changes of each shard by name, as lossless weight deltas (1-D uint8), and in the same dictionary the new
+        values of the model's buffers. Then the checksum of the chain after this patch, as 8 hexadecimal digits.
     Raises:
         DamagedError: the file is damaged, or the patch is made for other weights.
     """
