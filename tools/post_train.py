@@ -136,7 +136,10 @@ def main(argv: list[str]) -> int:
 
 
 def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
-    """Print the estimated memory of all models, and without LoRA also the estimate of the policy's training steps.
+    """Print the estimated memory of each phase of a post-training run, with all its models.
+
+    Without LoRA, also print the report of --plan for the policy's training steps alone, with the loss of a language
+    model.
 
     Args:
         parsed: the flags.

@@ -26,7 +26,7 @@ from megazpp.data.gpt_dataset import GPTDataset, Sequences, Source
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
 
-_COUNTED_AT_ONCE = 1 << 24  # samples that np.bincount counts per call, to limit its 8 bytes of memory per sample
+_COUNTED_AT_ONCE = 1 << 24  # number of samples that `_count` gives to np.bincount at once, which needs 8 bytes for each
 
 
 class DataSource(NamedTuple):
@@ -50,7 +50,8 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSou
     """Open the .bin/.idx pairs that a flag like --data-path names.
 
     Args:
-        values: values of the flag: prefixes of pairs, each after a weight (`0.3 A 0.7 B`) or all without weights.
+        values: values of the flag: the paths of .bin/.idx pairs without suffix, each after a weight (`0.3 A 0.7 B`) or
+            all without weights.
         flag_name: name of the flag, for messages.
     Returns:
         The sources in the order of the flag, and their blend weights, or None if the flag gives no weights.
@@ -71,7 +72,7 @@ def open_sources(values: Sequence[str], *, flag_name: str) -> tuple[list[DataSou
 
 
 def indexed_source(prefix: Path, flag_name: str) -> DataSource:
-    """Open one .bin/.idx pair by its path without suffix. Errors begin with `flag_name` and this path."""
+    """Open one .bin/.idx pair by its path without suffix. Error messages begin with `flag_name` and this path."""
     with errors_as(f"{flag_name} {prefix}"):
         return DataSource(IndexedDataset(prefix), str(prefix))
 
@@ -220,10 +221,10 @@ def _count(chosen: np.ndarray, num_datasets: int) -> npt.NDArray[np.int64]:
 
 
 class TokenRange:
-    """New sequences with the token ids `start` to `stop` - 1 of the concatenation of all sequences of a source.
+    """The token ids `start` to `stop` - 1 of a source, counted in the concatenation of all its sequences.
 
-    A split consists of such a range if its source has too few documents to divide them. The first and the last
-    sequence of the range may be parts of the source's sequences.
+    A split consists of such a range if its source has too few documents to divide them. The range begins and ends
+    anywhere, so its first and its last sequence may be parts of the source's sequences.
 
     Args:
         sequences: sequences of the source.

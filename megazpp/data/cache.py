@@ -42,9 +42,10 @@ def check_cache_dir(path: Path, flag: str = FLAG) -> None:
 
 
 def cache_key(**parts: Any) -> str:
-    """Return the hash of `parts`, as 32 hexadecimal digits, to name a cache entry or to compare descriptions.
+    """Return a hash of the keyword arguments, to name a cache entry or to detect that one of the values has changed.
 
-    Values that JSON does not support are hashed as strings. The order of the keywords does not matter.
+    The hash has 32 hexadecimal digits. Values that JSON does not support are hashed as strings. The order of the
+    keywords does not matter.
     """
     description = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(description.encode()).hexdigest()[:32]

@@ -35,7 +35,8 @@ Samples = GPTDataset | BlendedDataset
 
 DEFAULT_VOCAB_SIZE = 4096
 
-# Checks for special tokens read this many first sequences of a dataset, and this many first tokens of each sequence.
+# Checks of special and end-of-document tokens read the first _LOOKED_AT sequences of a dataset. In each sequence,
+# `_has` searches the first _TOKENS_LOOKED_AT tokens.
 _LOOKED_AT, _TOKENS_LOOKED_AT = 64, 1 << 20
 _NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path have no meaning without their tokenizer"
 
@@ -91,10 +92,10 @@ def uses_with_data(config: DataConfig) -> Splits[bool]:
 
 
 def check_special_tokens(datasets: Sequence[Sequences], tokenizer: Tokenizer, name: str) -> None:
-    """Raise ValueError if tokenized data and a run's tokenizer disagree on special tokens, such as BOS, before texts.
+    """Raise ValueError if tokenized data and a run disagree whether texts begin with special tokens, such as BOS.
 
-    The function reads the first sequences of each dataset. It raises no error if only some of them begin with the
-    special tokens.
+    The function reads the first sequences of each dataset. It raises no error if some of these sequences begin with
+    the special tokens and others do not.
 
     Args:
         datasets: tokenized datasets.
@@ -199,7 +200,7 @@ def build_datasets(
             the run continues without that dataset and logs a note.
         log: function that prints a line. It is called before each slow operation and for each dataset.
     Returns:
-        The datasets. An entry is None if the run takes no samples of it, or if it gets no data.
+        The three datasets. A dataset is None if the run takes no samples of it, or if there is no data for it.
     Raises:
         ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
     """

@@ -29,8 +29,8 @@ from megazpp.data.tokenizer_folder import import_package
 T = TypeVar("T")
 Kind = Literal["json lines", "parquet", "text"]
 
-BLOCK_BYTES = 1 << 20  # size of a block of JSON lines, after which the block ends with the current line
-_HEAD_BYTES = 512  # number of first bytes of a file that checks read
+BLOCK_BYTES = 1 << 20  # least size of a block of JSON lines; the block ends with the line that reaches this size
+_HEAD_BYTES = 512  # number of bytes at the beginning of a file by which its format is checked
 _ROWS = 1024  # largest number of rows of a Parquet file in a block
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json lines"),
@@ -149,8 +149,8 @@ def missing_file(path: Path) -> str:
 def _not_text(head: bytes) -> str | None:
     """Return the reason why a file with the first bytes `head` is not UTF-8 text; None if it may be UTF-8 text."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
-    # UTF-16 and UTF-32 texts have an even number of bytes. An odd number shows another kind of file with such a mark.
-    # With fewer than 6 bytes, too little follows the mark to tell.
+    # UTF-16 and UTF-32 texts have an even number of bytes. A file with an odd number of bytes is of another kind, even
+    # if it begins with their byte order mark. In fewer than 6 bytes, too little text follows the mark to tell.
     if encoding is not None and len(head) >= 6 and len(head) % 2 == 0:
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
     place = next((place for place, byte in enumerate(head) if byte < 8), None)
@@ -198,7 +198,7 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
 
 
 def parse_block(block: Block, keys: Sequence[str]) -> Iterator[tuple[str, ...] | BadLine]:
-    """Yield for each document in a part of a file its texts under `keys`, or a `BadLine` if the document is malformed.
+    """Yield for each document of a block its texts under `keys`, or a `BadLine` if the document is malformed.
 
     A text may be empty. Blank lines are skipped.
     """
@@ -266,7 +266,7 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
                 value = text.decode().replace("\r\n", "\n").replace("\r", "\n") if plain else _json_value(text.decode())
             yield number, read(value)
         except UnicodeDecodeError as error:
-            # A plain text has lines before the malformed byte, which the line number of the message counts.
+            # In a plain text file, add the lines before the malformed byte, so that the message names the byte's line.
             inside = error.object.count(b"\n", 0, error.start)
             where = f"byte {error.object[error.start]:#04x} in position {error.start}, {error.reason}"
             advice = "iconv -f WINDOWS-1252 -t UTF-8 converts Latin-1 and Windows text"

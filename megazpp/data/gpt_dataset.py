@@ -118,7 +118,7 @@ class GPTDataset:
     ) -> None:
         self._sequences, self._seq_length, self._vocab_size, self.name = sequences, seq_length, vocab_size, name
         self.sequence_range, self._num_samples, self._seed = sequence_range, num_samples, seed
-        # The copy is aligned in memory. The lengths of a memory-mapped .idx are not, which makes numpy slow.
+        # Copy the lengths, because those of a memory-mapped .idx are not aligned in memory, and numpy is then slow.
         lengths = np.array(sequences.lengths[slice(*sequence_range)])
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq_length + 1:
@@ -220,7 +220,8 @@ def build_indices(
 
     Args:
         lengths: [documents] number of token ids of each document of the range.
-        first: number of the range's first document in the dataset. `Indices.documents` counts from the dataset's first.
+        first: number of the range's first document in the dataset. It is added to the numbers in `Indices.documents`,
+            which count from the dataset's first document.
         num_samples: smallest number of samples; None builds the samples of one epoch.
         seq_length: number of ids that a sample predicts; a sample has one id more.
         seed: seed for shuffling the documents and the samples.
@@ -285,12 +286,12 @@ def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_len
         num_samples: number of samples. num_samples * seq_length must be below sum(lengths).
         seq_length: number of ids from the start of one sample to the start of the next.
     Returns:
-        [num_samples + 1, 2] the document that contains id k * seq_length, and the offset of this id in the document.
-        The dtype is int32 if all values fit, otherwise int64.
+        [num_samples + 1, 2] array. Row k has the index of the document that contains id k * seq_length of the
+        concatenation, and the offset of this id in the document. The dtype is int32 if all values fit, otherwise int64.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    holders = np.searchsorted(ends, starts, side="right")  # document of each start; "right" passes empty documents
+    holders = np.searchsorted(ends, starts, side="right")  # document of each start; "right" skips empty documents
     small = max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max
     index = np.empty((num_samples + 1, 2), dtype=np.int32 if small else np.int64)
     index[:, 0] = holders

@@ -118,7 +118,8 @@ class IndexedDatasetBuilder:
         os.replace(self._unfinished_bin, self._bin_path)
         os.replace(self._unfinished_idx, self._idx_path)
         sync_directory(self._idx_path.parent)
-        self._file.close()  # releases the lock; earlier, another process could lock and truncate the unfinished file
+        # Close the .bin last, because this releases its lock. A process that gets the lock empties the unfinished file.
+        self._file.close()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self

@@ -117,8 +117,8 @@ class IndexedDataset:
         """Check the arrays of the .idx against each other and against the size of the .bin, without reading the .bin.
 
         Raises:
-            ValueError: a length is negative, document indices do not rise from 0 to N, or the sequences do not cover
-                the .bin without gaps.
+            ValueError: a length is negative; the document indices decrease, or do not begin with 0 and end with the
+                number of sequences; or the sequences do not cover the .bin without gaps.
         """
         if self.lengths.min() < 0:
             raise _unusable(self.idx_path, f"is damaged: a sequence has the length {self.lengths.min()}")
@@ -146,7 +146,7 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     Returns:
         The dtype of the token ids, the number of sequences, and the number of document indices.
     Raises:
-        ValueError: the file is not such an index, has another version, or is truncated.
+        ValueError: the file is not a Megatron index of token ids, has another version, or is truncated.
     """
     with open(path, "rb") as file:
         header = file.read(HEADER.size)

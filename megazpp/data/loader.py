@@ -45,15 +45,15 @@ class Dataset(Protocol):
 
 
 class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
-    """Loader of the micro-batches of one data-parallel rank, which prepares them in threads.
+    """Loader of one data-parallel rank's micro-batches. Its threads build those of the next training steps in advance.
 
     Args:
         dataset: dataset of the samples.
         micro_batch_size: number of samples of a micro-batch.
         data_rank: index of this rank among the data-parallel ranks.
         data_size: number of data-parallel ranks.
-        make_batch: function from [B, ...] int64 samples to a micro-batch, a named tuple of tensors and None. An example
-            is `make_micro_batch` with its options bound.
+        make_batch: function from [micro_batch_size, ...] int64 samples to a micro-batch, a named tuple whose fields are
+            tensors or None. An example is `make_micro_batch` with its options bound.
         device: device of the micro-batches. To a CUDA device they are copied from pinned memory, without blocking.
         num_workers: number of threads; 0 builds the micro-batches of a training step when the step begins.
         batch_size_at: function from the number of consumed samples to the global batch size. It predicts the next
@@ -82,7 +82,9 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         self.wait_seconds = 0.0
 
     def step(self, consumed_samples: int, global_batch_size: int) -> list[Any]:
-        """Return this rank's micro-batches of a training step on the loader's device, and prepare the next steps.
+        """Return this rank's micro-batches of a training step on the loader's device.
+
+        If the loader has threads, they then build the micro-batches of the next two steps in advance.
 
         Args:
             consumed_samples: number of samples that all ranks have consumed before the step.
@@ -98,7 +100,9 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         else:
             batches = [future.result() for future in self._ahead.pop(step, []) or self._submit(self._workers, step)]
         self.wait_seconds += time.perf_counter() - started
-        if self._workers is not None:  # prepare the next training steps, and cancel steps that the run will not take
+        # Let the threads build the micro-batches of the next two training steps. Cancel micro-batches of other steps,
+        # which an earlier call predicted, and which the run will not take.
+        if self._workers is not None:
             ahead: dict[_Step, list[Future[Any]]] = {}
             for _ in range(_STEPS_AHEAD):
                 consumed, size = sum(step), step[1]
@@ -189,8 +193,9 @@ def make_micro_batch(
     """Split samples into inputs and labels, and build their loss mask, positions and document offsets.
 
     Args:
-        samples: [B, S + 1] int64 token ids.
-        eod: id of the end-of-document token; None if the tokenizer has none, which the three options do not allow.
+        samples: [B, S + 1] int64 token ids of B samples with S inputs each.
+        eod: id of the end-of-document token; None if the tokenizer has none. None is allowed only if the three options
+            below are False.
         reset_position_ids: True to count positions from the start of the document. False counts from the start of the
             sample.
         reset_attention_mask: True to set `document_starts`, so that tokens attend to their own document only.

@@ -36,8 +36,8 @@ class TokenBytes:
         """Return the total number of bytes of those labels `ids[1:]` of a sample that `counted` selects.
 
         Args:
-            ids: [S + 1] token ids of the sample. The selected labels must be in the vocabulary.
-            counted: [S] mask, True for the labels to count.
+            ids: [S + 1] token ids of a sample with S labels. The selected labels must be in the vocabulary.
+            counted: [S] mask, True for the labels whose bytes count.
         """
         labels, firsts = ids[1:][counted], np.isin(ids[:-1][counted], self._boundaries)
         pairs, numbers = np.unique(2 * labels + firsts, return_counts=True)

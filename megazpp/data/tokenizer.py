@@ -181,8 +181,9 @@ class SpecialTokens(NamedTuple):
         Args:
             ids: token ids of the text.
         Returns:
-            The ids to add before the text, and the ids to add after it. A list is empty if the text already begins or
-            ends with these ids, or if this run adds no special tokens.
+            The ids to add before the text, and the ids to add after it. The first list is empty if the text already
+            begins with its ids, and the second if the text already ends with its ids. Both lists are empty if this run
+            adds no special tokens.
         """
         before, after = (self.before, self.after) if self.used else ([], [])
         last = ids[max(len(ids) - len(after), 0) :]
@@ -221,7 +222,7 @@ class Tokenizer:
     _largest = -1  # the tokenizer's largest id, if `fit` has set another size of the model's vocabulary; otherwise -1
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with the tokenizer's special tokens around them if this run adds those.
+        """Return the token ids of `text`, with special tokens around them if this run adds special tokens.
 
         Raises:
             ValueError: an id is beyond the model's vocabulary.

@@ -98,7 +98,7 @@ def generate(
     started, first = time.perf_counter(), 0.0
 
     def timed(row: int, token: int) -> bool:
-        """Call `is_last`, and record when the first token of the generation was known."""
+        """Call `is_last` for a new token, and record at the first call how long the first token took."""
         nonlocal first
         first = first or time.perf_counter() - started
         return is_last(row, token)
@@ -143,8 +143,8 @@ class Drawn(NamedTuple):
         lengths: [B] int64 number of tokens of each completion, including the token that ended the completion.
         logps: [B, T] fp32 log-probabilities of the tokens at the sampling temperature, without the effect of repetition
             penalty, top-k, top-p and min-p.
-        ended: [B] bool, True if the completion ended before it reached T tokens or by its last token; False if the
-            limit has cut it.
+        ended: [B] bool, True if a token ended the completion, also if this was its T-th token; False if the limit of T
+            tokens has cut the completion.
     """
 
     tokens: torch.Tensor
@@ -179,7 +179,7 @@ def draw_completions(
         together: axis of the ranks that run equally many forwards; the axis's first rank samples for all of them.
         prompts: token ids of each prompt, at least one per prompt.
         config: sampling settings.
-        uniform: [B, T] fp64 random numbers in [0, 1), see `pick_rows`.
+        uniform: [B, T] fp64 random numbers in [0, 1) for B prompts and T = `config.sample_tokens`; see `pick_rows`.
         ends: token ids that end a completion.
         is_last: function (row, token) that is called for each new token and may end the row by returning True. Its
             results must be the same on all ranks of `together`. With this function the host waits for each token.
@@ -206,7 +206,8 @@ def draw_completions(
     end_ids, uniform = torch.tensor(ends, dtype=torch.int64, device=device), uniform.to(device)
     seen = occurring(prompts, model.vocab_size, config)
     seen = None if seen is None else seen.to(device)
-    rows, places = list(range(batch)), torch.arange(batch, device=device)  # R rows that have not left the batch
+    # Indices of the R prompts whose rows are still in the batch, on the host and on the device
+    rows, places = list(range(batch)), torch.arange(batch, device=device)
     found = Drawn(
         torch.zeros(batch, limit, dtype=torch.int64, device=device),
         torch.zeros(batch, dtype=torch.int64, device=device),
@@ -247,7 +248,7 @@ def draw_completions(
         if seen is not None:
             # An assignment of the Python value `True` would copy from the host, and wait for the device
             seen.index_put_((places, token), torch.ones_like(token, dtype=torch.bool))
-        # ---- record the token; `lengths` leaves out the tokens of rows that have ended
+        # ---- record the token; `lengths` does not count tokens of rows that have already ended
         scaled = logits / (config.sample_temperature or 1.0)
         logp = scaled.gather(-1, token.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(dim=-1)
         found.tokens[places, count], found.logps[places, count] = token, logp
@@ -256,8 +257,8 @@ def draw_completions(
         if ends:
             found.ended[places] |= (token.unsqueeze(1) == end_ids).any(dim=1)
         # ---- find the rows that have ended, and shrink the batch
-        # Here the host waits for the device. So without `is_last`, look only after every `look_every` tokens, not after
-        # the last token, and never if there are no tokens that end a row.
+        # To find these rows, the host waits for the device. So without `is_last`, look only after every `look_every`
+        # tokens, not after the last token, and never if there are no tokens that end a row.
         if is_last is None and (not ends or count + 1 == limit or (count + 1) % look_every):
             continue
         marks = (found.ended[places], broken.expand(len(rows)), agreed[-1:].expand(len(rows)))
@@ -291,7 +292,7 @@ def logits_at(places: torch.Tensor) -> Head:
     Args:
         places: [B] index of the position in each row.
     Returns:
-        a head that returns [B, 1, V / tp] logits of this tensor-parallel rank.
+        a head that returns [B, 1, V / tp] logits: this tensor-parallel rank's part of the logits over V tokens.
     """
 
     def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> torch.Tensor:
@@ -320,8 +321,8 @@ def without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
 def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on_host: bool) -> int:
     """Return the number of sequences, from 1 to 256, whose keys and values fit into half of the free memory.
 
-    With more sequences, generation with packed weights is not faster, because the matrix products then take longer than
-    unpacking the weights.
+    More than 256 sequences would not make generation with packed weights faster, because the matrix products then take
+    longer than unpacking the weights.
 
     Args:
         model: the model.
@@ -339,8 +340,8 @@ def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on
 def evaluating(model: GPTModel) -> Iterator[None]:
     """Return a context in which a model is in evaluation mode, without sequence and context parallelism.
 
-    Sequences may then have any length. These kinds of parallelism only decide which rank computes what, so the results
-    do not change. The settings from before are restored at the end.
+    Sequences may then have any length. Sequence and context parallelism only decide which rank computes which tokens,
+    so the results do not change. The previous settings are restored at the end.
     """
     training = model.training
     names = ("sequence_parallel", "context_parallel")

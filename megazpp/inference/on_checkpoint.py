@@ -75,8 +75,8 @@ def run_on_checkpoint(
         parsed: the command line, from `parse_checkpoint_flags`.
         work: function that uses the loaded model; all ranks call it.
         main: entry point of the program, which each worker process runs.
-        check: function of the config and the program's own config that raises a ValueError if flags contradict each
-            other.
+        check: function (config, extra) that raises a ValueError if flags contradict each other; `extra` is the config
+            of the program's own flags.
         spread: True to shard the model over all GPUs, unless --nproc gives their number. False to use one GPU for each
             tensor-parallel rank, which keeps its complete part of the weights in the compute dtype. On a CPU, both
             start one process for each tensor-parallel rank.
@@ -135,7 +135,7 @@ def _load(
     Args:
         parsed: the flags, completed from the checkpoint.
         announced: cluster that the launcher has announced.
-        source: the checkpoint, and earlier ones to fall back to.
+        source: the checkpoint, and earlier checkpoints to load if it is damaged.
         record: metadata of the checkpoint.
         spread: see `run_on_checkpoint`.
         worker: this worker process.

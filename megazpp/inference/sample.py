@@ -35,7 +35,7 @@ def pick_rows(
     A row's token depends only on the row's logits, its random number, and the tokens that occur in it.
 
     Args:
-        logits: [B, V] fp32 logits of the next token.
+        logits: [B, V] fp32 logits of the next token, for B rows and a vocabulary of V tokens.
         config: sampling settings.
         uniform: [B] fp64 random numbers in [0, 1): the quantile of each row's distribution at which the token is taken.
         seen: [B, V] bool, True for tokens that occur in each row (see `occurring`); None without a repetition penalty.
@@ -57,7 +57,7 @@ def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.T
     Repetition penalty, top-k, temperature, top-p and min-p are applied in the order of transformers' logits processors.
 
     Args:
-        logits: [B, V] fp32 logits of the next token.
+        logits: [B, V] fp32 logits of the next token, for B rows and a vocabulary of V tokens.
         config: sampling settings.
         seen: [B, V] bool, True for tokens that occur in each row; None without a repetition penalty.
     Returns:
@@ -79,7 +79,13 @@ def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.T
 
 
 def _penalized(logits: torch.Tensor, config: SampleConfig, seen: torch.Tensor | None) -> torch.Tensor:
-    """Return [B, V] logits with the repetition penalty applied to the tokens that are marked in `seen`."""
+    """Apply the repetition penalty to the logits of tokens that already occur, and return all logits.
+
+    Args:
+        logits: [B, V] logits of the next token, for B rows and a vocabulary of V tokens.
+        config: sampling settings, with the penalty.
+        seen: [B, V] bool, True for tokens that occur in each row; None without a repetition penalty.
+    """
     if seen is None:
         return logits
     penalty = config.sample_repetition_penalty

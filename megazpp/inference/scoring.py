@@ -37,8 +37,8 @@ class Score(NamedTuple):
 
     Attributes:
         loss: mean loss in nats per token that the loss mask includes.
-        tokens: number of these tokens.
-        text_bytes: number of UTF-8 bytes of their text.
+        tokens: number of tokens that the loss mask includes.
+        text_bytes: number of UTF-8 bytes of the text of these tokens.
     """
 
     loss: float
@@ -47,7 +47,9 @@ class Score(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float:
-        """The summed loss of all included tokens in bits, divided by the bytes of their text; NaN without text.
+        """The total loss in bits, divided by the bytes of text; NaN if there are no bytes.
+
+        Loss and bytes are those of the tokens that the loss mask includes.
 
         The end-of-document token has a loss, but no bytes.
         """

@@ -46,7 +46,10 @@ class WholeText:
         return -(-self.num_tokens // self._seq_length)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Return window `index` as [S + 1] int64 token ids. Windows after the end of the text have only `PADDING`."""
+        """Return the token ids of window `index`: [seq_length + 1] int64.
+
+        Windows after the end of the text have only `PADDING`.
+        """
         # position of the window in the concatenated sequences; -1 for the added eod
         start = index * self._seq_length - len(self._before)
         stop = start + self._seq_length + 1
@@ -66,7 +69,7 @@ def make_padded_batch(samples: torch.Tensor, **options: Any) -> MicroBatch:
     """Make a micro-batch of samples that may contain `PADDING`, which is left out of the loss.
 
     Args:
-        samples: [B, S + 1] int64 token ids or `PADDING`.
+        samples: [B, S + 1] int64 token ids or `PADDING`, for B samples with S inputs each.
         **options: options of `make_micro_batch`.
     """
     batch = make_micro_batch(samples.clamp(min=0), **options)

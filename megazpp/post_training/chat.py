@@ -167,7 +167,14 @@ class ChatTemplate:
         return next(decoded, None) in self._tokenizer.added_ids
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any], **how: bool) -> Spans:
-        """Render a conversation; return its text, and the ranges of the assistant's words if `how` asks for them."""
+        """Render a conversation; return its text, and the character ranges of the assistant's words.
+
+        Args:
+            messages: messages of the conversation.
+            options: template variables for this conversation only.
+            **how: options of transformers' `render_jinja_template`. Without `return_assistant_tokens_mask` the list of
+                ranges is empty.
+        """
         source = self.source(options.get("tools"))
         for number, role in enumerate((message["role"] for message in messages), start=1):
             if not (role in _ROLES or any(f"{quote}{role}{quote}" in source for quote in "'\"")):
@@ -234,7 +241,8 @@ def _compiled(source: str, name: str, conversations: list[Any], **options: Any) 
         **options: variables of the template, and options of transformers' `render_jinja_template`.
 
     Returns:
-        the text of each conversation, and for each the ranges of the assistant's words if they were requested.
+        the text of each conversation, and a list with the ranges of the assistant's words in each conversation. The
+        list is empty if `options` do not request the ranges.
     """
     utilities = import_package("transformers", "a conversation").utils.chat_template_utils
     try:

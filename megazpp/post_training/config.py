@@ -227,7 +227,7 @@ class PostTrainingConfig(Config):
 
     @property
     def slices(self) -> int:
-        """The number of optimizer steps in which one pass over a generation's completions is divided."""
+        """The number of optimizer steps into which one pass over a generation's completions is divided."""
         return self.num_mini_batches if self.objective == "ppo" else self.steps_per_generation
 
     @property
@@ -260,7 +260,7 @@ class ChatConfig(Config):
 
 
 def parse_json(value: Any, name: str) -> Any:
-    """Parse JSON.
+    """Parse a text as JSON, and return the value.
 
     Args:
         value: text to parse; a value that is not a string is returned unchanged.
@@ -276,7 +276,7 @@ def parse_json(value: Any, name: str) -> Any:
 
 
 def parse_object(value: Any, name: str) -> dict[str, Any]:
-    """Parse a JSON object.
+    """Parse a text as a JSON object, and return the object as a dictionary.
 
     Args:
         value: text to parse, or an object that is parsed already. None gives an empty object.

@@ -51,12 +51,14 @@ from megazpp.post_training.formatting import Examples, Prompt
 
 
 class EpochOrder:
-    """Base class of datasets that shuffle their examples in each epoch: the order of the samples.
+    """Base class of the datasets of post-training, which decides the order of their samples.
+
+    With a seed, each epoch has its own permutation of the samples.
 
     Args:
         size: N, the number of samples in an epoch.
         num_samples: number of samples of the dataset over all epochs; None for one epoch.
-        seed: seed for the permutations of the epochs; None keeps the order of the files.
+        seed: seed for the permutations of the epochs; None keeps the order of the files in every epoch.
     """
 
     def __init__(self, size: int, *, num_samples: int | None, seed: int | None) -> None:
@@ -130,7 +132,7 @@ class SupervisedDataset(EpochOrder):
 class PreferenceDataset(EpochOrder):
     """Dataset of pairs of a preferred and a rejected answer. Its samples are [5, S + 1] int64, for `make_pair_batch`.
 
-    The arguments are those of `SupervisedDataset`.
+    The arguments are those of `SupervisedDataset` without `packing`. S is `max_length`.
 
     Attributes:
         num_pairs: number of pairs in the files.
@@ -148,7 +150,7 @@ class PreferenceDataset(EpochOrder):
         return self.pair(self.place(index))
 
     def pair(self, number: int) -> npt.NDArray[np.int64]:
-        """Return pair `number`, counted in the order of the files, as a sample of [5, S + 1] int64."""
+        """Return pair `number`, counted in the order of the files, as a sample of [5, max_length + 1] int64."""
         sample = np.zeros((5, self._max_length + 1), dtype=np.int64)
         sample[0] = sample[2] = self._pad
         for row in (0, 1):
@@ -200,7 +202,7 @@ def make_supervised_batch(samples: torch.Tensor, *, multiple: int = 1, packing: 
     """Make a micro-batch for supervised training, cut to its longest row.
 
     Args:
-        samples: [B, 3, S + 1] int64, B samples of a `SupervisedDataset`.
+        samples: [B, 3, S + 1] int64, B samples of a `SupervisedDataset`, each with rows of S + 1 tokens.
         multiple: divisor of the row length after the cut, see `shortened`.
         packing: True if samples hold several examples; the batch then keeps attention inside each example.
     """
@@ -217,7 +219,7 @@ def make_pair_batch(samples: torch.Tensor, *, multiple: int = 1, ref_logps: torc
     """Make a micro-batch of pairs of answers, cut to its longest row.
 
     Args:
-        samples: [B, 5, S + 1] int64, B samples of a `PreferenceDataset`.
+        samples: [B, 5, S + 1] int64, B samples of a `PreferenceDataset`, each with rows of S + 1 tokens.
         multiple: divisor of the row length after the cut, see `shortened`.
         ref_logps: [pairs of the dataset, 2] log-probabilities of both answers under the reference model; None if they
             were not computed before training.
@@ -254,12 +256,18 @@ def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 
 def _inputs(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split [B, S + 1] tokens and their loss masks into [B, S] inputs, labels, and the fp32 loss mask of the labels."""
+    """Split B rows of S + 1 tokens and their loss masks, both [B, S + 1], into inputs, labels and the labels' mask.
+
+    Returns:
+        [B, S] inputs, [B, S] labels, and [B, S] fp32 loss mask of the labels.
+    """
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask[:, 1:].float().contiguous()
 
 
 class PairBatch(NamedTuple):
     """Micro-batch of B pairs of answers: rows 0 to B - 1 have the preferred answers, rows B to 2B - 1 the rejected.
+
+    A row has S tokens: prompt, answer and padding.
 
     Attributes:
         tokens: [2B, S] int64 tokens of prompt and answer, which are the inputs of the model.
@@ -284,6 +292,8 @@ class PairBatch(NamedTuple):
 
 class RolloutBatch(NamedTuple):
     """Sampled completions of the policy: a micro-batch on a device, or all of a data rank's completions on the CPU.
+
+    There are B completions, each in a row of S tokens.
 
     Attributes:
         tokens: [B, S] int64 prompt, completion and padding, which are the inputs of the model.
@@ -324,8 +334,8 @@ def make_rollout_batch(tokens: torch.Tensor, mask: torch.Tensor, **known: torch.
     """Make a batch of completions from rows of tokens: split them into inputs and labels, and add positions.
 
     Args:
-        tokens: [B, S + 1] int64 prompt, completion and padding.
-        mask: [B, S] fp32, 1 where the label is trained on; index t belongs to the token at t + 1.
+        tokens: [B, S + 1] int64 prompt, completion and padding, for B completions and rows with S inputs.
+        mask: [B, S] fp32, 1 where the label is trained on. The label at index t is the token at t + 1.
         **known: values of further fields of `RolloutBatch`, such as `advantages`.
     """
     positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
@@ -353,7 +363,7 @@ def lay_out_rollouts(prompts: Sequence[Sequence[int]], drawn: Drawn, *, max_leng
 
 
 def shortened(batch: Batch, multiple: int) -> Batch:
-    """Cut the padding from a batch: cut its [B, S] tensors after the last position that any row needs.
+    """Cut the padding from a batch of B rows: cut its [B, S] tensors after the last position that any row needs.
 
     A row needs the positions of its loss, and one more for a reward model's score or PPO's last value. The results do
     not change, because attention is causal.

@@ -227,7 +227,7 @@ def _check_text_only(record: Record) -> None:
 
 
 def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
-    """Return the text of a line of supervised data, in a list of one element."""
+    """Return a list with one `Text` for a line of supervised data: its text, and the character ranges to train on."""
     _check_text_only(record)
     if record.get("messages") is not None:
         messages = _value(record, "messages")
@@ -246,7 +246,10 @@ def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormat
 
 
 def _pair_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
-    """Return the texts with the preferred and the rejected answer of a line; [] if both answers are the same."""
+    """Return two `Text` for a pair of answers: the prompt with the preferred and the prompt with the rejected answer.
+
+    A `Text` has the text, and the character ranges to train on. The list is empty if both answers are the same.
+    """
     _check_text_only(record)
     chosen, rejected = _value(record, "chosen"), _value(record, "rejected")
     if chosen == rejected:
@@ -455,7 +458,11 @@ def _tokenize(
 
 
 def _margin(record: Record) -> float:
-    """Return the value of the column `margin` of a line; 0 without it."""
+    """Return by how much the preferred answer's score should be higher: the column `margin` of a line, or 0 without it.
+
+    Raises:
+        ValueError: the column has another value than a finite number.
+    """
     value = 0.0 if record.get("margin") is None else record["margin"]
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"'margin' is {value!r:.80}, but must be a finite number: correct this column")

@@ -114,7 +114,7 @@ def reward_losses(
     """Compute the Bradley-Terry losses with which a reward model is trained on pairs of answers.
 
     Args:
-        chosen: [B] scores of the preferred answers.
+        chosen: [B] scores of the preferred answers of B pairs.
         rejected: [B] scores of the rejected answers.
         margins: [B] least differences that the scores should have (Llama 2); None for 0.
         center: weight of a term that pulls the mean score to 0; None for no such term.
@@ -159,13 +159,16 @@ def group_advantages(
 
 
 def nanstd(x: torch.Tensor) -> torch.Tensor:
-    """Return the [rows, 1] standard deviations of [rows, n] numbers, without NaN; NaN for fewer than two numbers."""
+    """Return the standard deviation of each row of [rows, n] numbers, as [rows, 1].
+
+    NaN entries are left out. The result is NaN for a row with fewer than two numbers.
+    """
     count = (~x.isnan()).sum(dim=1, keepdim=True)
     return ((x - x.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()
 
 
 class TokenLosses(NamedTuple):
-    """Losses of tokens, before they are weighted and summed.
+    """Losses of the tokens of B rows with S tokens each, before they are weighted and summed.
 
     Attributes:
         losses: [B, S] fp32 losses of the tokens.
@@ -182,7 +185,7 @@ def importance_ratio(
     """Compute the ratio of each token's probability to its probability under the policy that sampled the token.
 
     Args:
-        logps: [B, S] log-probabilities of the policy.
+        logps: [B, S] log-probabilities of the policy, for B completions in rows of S tokens.
         old_logps: [B, S] log-probabilities of the policy that sampled the tokens; None if the policy has not changed,
             so that the ratio is 1.
         mask: [B, S], 1 at the completions' tokens. The ratio is 1 elsewhere.
@@ -207,7 +210,7 @@ def policy_losses(
     """Compute the clipped surrogate loss of PPO and GRPO, without an entropy or KL term; 0 outside `mask`.
 
     Args:
-        ratio: [B, S] or [B, 1] probability ratios, from `importance_ratio`.
+        ratio: [B, S] or [B, 1] probability ratios, from `importance_ratio`, for B completions in rows of S tokens.
         advantages: [B] advantages of completions, or [B, S] advantages of tokens.
         mask: [B, S], 1 at the completions' tokens.
         epsilon: the lower limit of the clip range is 1 - epsilon.
@@ -229,7 +232,7 @@ def cispo_losses(
     """Compute the losses of CISPO: REINFORCE weighted by a truncated ratio without a gradient; 0 outside `mask`.
 
     Args:
-        logps: [B, S] log-probabilities of the policy.
+        logps: [B, S] log-probabilities of the policy, for B completions in rows of S tokens.
         ratio: [B, S] or [B, 1] probability ratios, from `importance_ratio`.
         advantages: [B] advantages of completions.
         mask: [B, S], 1 at the completions' tokens.
@@ -246,7 +249,7 @@ def kl_to_reference(
     """Estimate the policy's divergence from the reference model at each token (Schulman's k3); 0 outside `mask`.
 
     Args:
-        logps: [B, S] log-probabilities of the policy.
+        logps: [B, S] log-probabilities of the policy, for B completions in rows of S tokens.
         ref_logps: [B, S] log-probabilities of the reference model.
         mask: [B, S], 1 at the completions' tokens.
         ratio: [B, S] or [B, 1] probability ratios that multiply the estimates, for an unbiased gradient of the reverse
@@ -268,7 +271,7 @@ def token_weights(
     """Compute the weights of GRPO's token losses, whose weighted sum over a step is the loss of the step.
 
     Args:
-        mask: [B, S], 1 at the completions' tokens.
+        mask: [B, S], 1 at the completions' tokens, for B completions in rows of S tokens.
         loss_type: grpo gives equal weights to all completions. dr_grpo divides by the largest possible number of
             tokens. bnpo, dapo and cispo divide by the number of tokens of the step. (TRL's bnpo divides by the number
             of tokens of a process's micro-batch.)
@@ -294,7 +297,7 @@ def value_mask(mask: torch.Tensor, *, max_completion_length: int) -> torch.Tenso
     They are the completions' tokens, and one position after each completion that ended before the token limit.
 
     Args:
-        mask: [B, S], 1 at the completions' tokens.
+        mask: [B, S], 1 at the completions' tokens, for B completions in rows of S tokens.
         max_completion_length: token limit of completions; a completion of this length gets no further position. (TRL
             uses the longest completion of a batch instead.)
     """
@@ -318,7 +321,7 @@ def ppo_rewards(
     each row also gets the completion's score.
 
     Args:
-        logps: [B, S] log-probabilities of the policy.
+        logps: [B, S] log-probabilities of the policy, for B completions in rows of S tokens.
         ref_logps: [B, S] log-probabilities of the reference model.
         scores: [B] scores of the completions.
         mask: [B, S], 1 at the completions' tokens.
@@ -339,7 +342,7 @@ def gae(
     """Compute generalized advantage estimates (GAE) along each row, which PPO then whitens.
 
     Args:
-        rewards: [B, S] rewards of tokens.
+        rewards: [B, S] rewards of tokens, for B completions in rows of S tokens.
         values: [B, S] outputs of the value head.
         mask: [B, S] result of `value_mask`; after its last position in a row the value counts as 0.
         gamma: discount of later rewards.
@@ -367,7 +370,7 @@ def whiten(
     """Scale `x` to variance 1 and mean 0 over all masked positions of a generation on all ranks; 0 outside `mask`.
 
     Args:
-        x: [B, S] numbers of this rank's completions.
+        x: [B, S] numbers, one for each of the S tokens of this rank's B completions.
         mask: [B, S], 1 at the positions that count.
         sum_over_ranks: function that sums an fp64 tensor over the data ranks. (TRL whitens on each process alone.)
         shift_mean: False to keep the mean of `x`.
@@ -386,7 +389,7 @@ def clipped_value_losses(
     """Compute PPO's clipped losses of the value head; 0 outside `mask`.
 
     Args:
-        values: [B, S] outputs of the value head.
+        values: [B, S] outputs of the value head, for B completions in rows of S tokens.
         old_values: [B, S] outputs of the value head before the first update with these completions.
         returns: [B, S] targets for the value head.
         mask: [B, S] result of `value_mask`.

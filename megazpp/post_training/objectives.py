@@ -35,12 +35,13 @@ from megazpp.post_training.losses import (
 )
 from megazpp.training.objective import Evaluator, Objective, add_router_gradient, counted_tokens
 
-# Function that gets a batch and returns the reference model's [B, S] fp32 log-probabilities of the batch's labels
+# Function that gets a batch of B rows with S tokens, and returns the reference model's [B, S] fp32 log-probabilities of
+# the batch's labels
 Logps = Callable[[Any], torch.Tensor]
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of the model's forward with a `TokenHead`. Outputs that were not requested are None.
+    """Outputs of the model's forward with a `TokenHead`, for B rows of S tokens. Outputs not requested are None.
 
     Attributes:
         losses: [B, S] fp32 cross entropy of each label, which is its negative log-probability.
@@ -59,7 +60,7 @@ class TokenHead(NamedTuple):
     """A head of the model's forward that computes log-probabilities, entropies and values of tokens (`TokenOutputs`).
 
     Attributes:
-        labels: [B, S] int64, the token that follows each token; None to compute only values.
+        labels: [B, S] int64, the token that follows each token of B rows with S tokens; None to compute only values.
         temperature: divisor of the logits.
         with_entropy: True to compute entropies.
         with_values: True to compute the outputs of the scalar head, which the model must have.
@@ -202,7 +203,8 @@ class PolicyLoss:
         config: flags of the objective.
         dims: parallel layout.
         temperature: temperature at which the completions were sampled.
-        rollout_metrics: function that returns metrics of the sampled completions, which are added to the loss's own.
+        rollout_metrics: function that returns metrics of the sampled completions, which are added to the loss's own
+            metrics.
     """
 
     def __init__(
@@ -256,7 +258,8 @@ class PolicyLoss:
         # With one ratio per completion (GSPO), all tokens of a completion together count once in the clip ratio
         counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         self._sums.add("clip_ratio", policy.clipped, counts)
-        if batch.sampling_logps is not None:  # log how far generation and training forward of the same weights differ
+        # Log how far the log-probabilities of a generation and of a training forward with the same weights differ
+        if batch.sampling_logps is not None:
             drawn_by = logps if batch.old_logps is None else batch.old_logps
             difference = ((drawn_by - batch.sampling_logps) * mask).abs()
             self._sums.add("sampling_logp_difference/mean", difference, mask)
@@ -284,7 +287,7 @@ class PolicyLoss:
         """Return PPO's loss of a micro-batch: the policy's loss plus the weighted loss of the value head.
 
         Args:
-            policy: [B, S] losses of the policy's tokens.
+            policy: [B, S] losses of the policy, for B completions in rows of S tokens.
             outputs: outputs of the model's forward.
             batch: the micro-batch.
         """
@@ -359,7 +362,7 @@ def scores_of(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the [B] outputs of the scalar head at the last token of each row's answer.
 
     Args:
-        values: [B, S] outputs of the scalar head.
+        values: [B, S] outputs of the scalar head, for B rows of S tokens.
         mask: [B, S] loss mask, 1 where the label is a token of the answer.
     """
     return values.gather(1, last_places(mask).unsqueeze(1)).squeeze(1)
@@ -369,7 +372,8 @@ def last_places(mask: torch.Tensor) -> torch.Tensor:
     """Return the [B] positions of the last token of each row's answer, as indices of input tokens.
 
     Args:
-        mask: [B, S] loss mask, 1 where the label is a token of the answer. The label at t is the input at t + 1.
+        mask: [B, S] loss mask of B rows with S tokens, 1 where the label is a token of the answer. The label at t is
+            the input at t + 1.
     """
     places = torch.arange(mask.shape[1], device=mask.device)
     return (torch.where(mask > 0, places, 0).amax(dim=1) + 1).clamp(max=mask.shape[1] - 1)

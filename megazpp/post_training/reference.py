@@ -56,9 +56,9 @@ class FrozenModel:
 
     @torch.no_grad()
     def logps(self, batch: Any) -> torch.Tensor:
-        """Compute the reference model's [B, S] fp32 log-probabilities of the labels of a batch.
+        """Compute the reference model's fp32 log-probabilities of a batch's labels: [B, S] for B rows of S tokens.
 
-        If the model is a policy with adapters, its adapters are off.
+        If the model is a policy with adapters, they are off, so that it computes as before training.
         """
         with adapters_off(self._model):
             head = TokenHead(batch.labels, temperature=self._temperature)
@@ -136,7 +136,7 @@ def find_frozen(
     Args:
         folder: folder of checkpoints.
         iteration: iteration of the checkpoint; None for the latest.
-        opener: opener of checkpoint weights, which can add adapters.
+        opener: opener of a checkpoint's weights. LoRA's opener also opens checkpoints that contain only adapters.
         scalar_head: True if the model has to be a reward model.
     Raises:
         ValueError: there is no such checkpoint, or a reward model is required and its checkpoint has no scalar head.
@@ -166,7 +166,7 @@ def load_frozen(
         weights: flags for the storage of the weights: packed and sharded, or streamed from host memory or a disk.
         folder: folder of checkpoints.
         iteration: iteration of the checkpoint; None for the latest.
-        opener: opener of checkpoint weights, which can add adapters.
+        opener: opener of a checkpoint's weights. LoRA's opener also opens checkpoints that contain only adapters.
         temperature: divisor of the logits for log-probabilities.
     Raises:
         ValueError: there is no such checkpoint, it belongs to another model or tokenizer, or a reward model's

@@ -54,8 +54,8 @@ from megazpp.post_training.reference import FrozenModel
 from megazpp.post_training.rewards import RewardFunction, judge, reward_metrics, total_rewards
 from megazpp.zero.sharding import Sharding, WeightHandle
 
-# Fields of a batch that a checkpoint stores besides tokens and loss mask: all but the first five. Those are the fields
-# of a `MicroBatch`, which follow from tokens and loss mask.
+# Fields of a batch that a checkpoint stores besides tokens and loss mask. The first five fields are left out: they are
+# the fields of a `MicroBatch`, which can be computed from tokens and loss mask.
 _KNOWN = RolloutBatch._fields[5:]
 
 
@@ -120,8 +120,8 @@ class PolicySampler:
             texts: text of each completion.
             drawn: token ids of the completions.
         Returns:
-            [n, functions] fp64 rewards, equal on all tp and cp ranks of this data rank; NaN where a function returns
-            None.
+            [number of prompts, number of functions] fp64 rewards, equal on all tp and cp ranks of this data rank; NaN
+            where a function returns None.
         Raises:
             UserError: a function fails on some rank. All ranks raise it; the message names the function and the sample.
         """
@@ -184,8 +184,8 @@ class Buffer(NamedTuple):
 
     Attributes:
         number: number of the generation, a scalar tensor.
-        table: [N, F + 2] fp64, for each completion of all ranks: its rewards, its number of tokens, and 1 if it ended
-            before the token limit.
+        table: [N, F + 2] fp64, for each of the N completions of all ranks: its F rewards, its number of tokens, and 1
+            if a token ended it, or 0 if the token limit has cut it.
         rows: [n] int64 numbers, within the generation, of the completions that this data rank trains on.
         batch: batch of these n completions.
     """
@@ -314,12 +314,14 @@ class RolloutLoader(StatePart):
         return []
 
     def judged(self, prompts: Sequence[Prompt], drawn: Drawn, texts: Sequence[str]) -> torch.Tensor:
-        """Compute the [n, F] fp64 rewards of this data rank's completions, by reward functions and reward model.
+        """Compute the rewards of this data rank's completions, by the reward functions and the reward model.
 
         Args:
             prompts: prompt of each completion.
             drawn: token ids of the completions.
             texts: texts of the completions.
+        Returns:
+            [n, F] fp64 rewards of n completions, with one column for each reward function and for the reward model.
         """
         rewards = self.sampler.judge(prompts, texts, drawn)
         if self.reward_model is not None:
@@ -382,9 +384,10 @@ class RolloutLoader(StatePart):
         return lay_out_rollouts(tokens, drawn, max_length=self.max_length, pad=self.sampler.tokenizer.eod or 0)
 
     def _looked_back(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return the batch with the log-probabilities and values of the policy that sampled the completions.
+        """Return the batch with `old_logps`, `values` and `ref_logps`; those that the objective does not use stay None.
 
-        Add the reference model's log-probabilities as well. Fields that the objective does not use stay None.
+        They are the log-probabilities and the value head's outputs of the policy that sampled the completions, and the
+        reference model's log-probabilities.
         """
         ppo, passes = self.config.objective == "ppo", self.config.slices * self.config.passes
         known: dict[str, torch.Tensor] = {}
@@ -433,7 +436,7 @@ class RolloutLoader(StatePart):
                 tensor.
 
         Returns:
-            the results for all rows on the CPU, padded with 0 to S tokens.
+            the results for all rows on the CPU. Results for tokens are padded with 0 to `max_length` tokens.
         """
         found = []
         for part in self._batches(batch):
@@ -444,9 +447,11 @@ class RolloutLoader(StatePart):
         return torch.cat(found)
 
     def _logps_and_values(self, batch: RolloutBatch) -> torch.Tensor:
-        """Compute the policy's [B, S, 2] log-probabilities and values of a micro-batch by the training's forward.
+        """Compute the policy's log-probabilities of labels, and the value head's outputs, by the training's forward.
 
-        For other objectives than PPO, which have no value head, the values are 0.
+        Returns:
+            [B, S, 2] for a micro-batch of B rows with S tokens: log-probability and value. The values are 0 for other
+            objectives than PPO, which have no value head.
         """
         ppo, temperature = self.config.objective == "ppo", self.sampler.config.sample_temperature
         head = TokenHead(batch.labels, temperature=temperature, with_values=ppo)

@@ -257,12 +257,14 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
 
 
 def train_paths(config: RunConfig) -> tuple[str, ...]:
-    """Return the paths of the training data: of --train-data-path, or of --data-path without it."""
+    """Return the paths of the training data: --train-data-path if it is given, otherwise --data-path."""
     return config.data.train_data_path or config.data.data_path
 
 
 def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadata) -> ParsedRun:
-    """Complete the flags of a post-training: add the objective's defaults, and the names of reference and base model.
+    """Complete the flags of a post-training run: add the objective's defaults, and the reference model's checkpoint.
+
+    With --lora-r, the reference model's checkpoint is the checkpoint of the frozen base model.
 
     Args:
         parsed: the flags, with the architecture of the checkpoint.

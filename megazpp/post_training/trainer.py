@@ -154,7 +154,8 @@ class PostTraining:
         """Return the specification of a model with the policy's architecture.
 
         Args:
-            scalar_head: whether the model has a scalar head; None for the policy of this objective.
+            scalar_head: True for a model with a scalar head, False for one without; None decides as for the policy of
+                this objective.
         """
         spec = self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
         headed = self.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head
