@@ -156,7 +156,7 @@ def open_data(run: OpenRun) -> tuple[Tokenizer, Splits[Samples | None]]:
     """Open the tokenizer of a run, and its samples for training, validation and test.
 
     Returns:
-        the tokenizer; and the samples of each of the three uses, None for a use without data.
+        the tokenizer; and the samples for training, validation and test, each None if there is no such data.
 
     Raises:
         ValueError: the data or the tokenizer cannot be used.
@@ -170,7 +170,7 @@ def open_data(run: OpenRun) -> tuple[Tokenizer, Splits[Samples | None]]:
 
 
 def count_samples(run: OpenRun) -> Splits[int]:
-    """Return the number of samples for the training of the complete run, and for one evaluation of held-out data."""
+    """Return the numbers of samples that the complete training, one validation and one test need."""
     batches = run.plan.batches
     held_out = run.config.evaluation.eval_iters * batches.global_batch_size
     return Splits(train=batches.dataset_samples, valid=held_out, test=held_out)

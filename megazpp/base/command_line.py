@@ -316,7 +316,8 @@ def split_into_flags(words: Sequence[Word]) -> list[Given]:
     """Group the words of a command line into flags with their values, and split `--name=value`.
 
     Raises:
-        ValueError: a word is neither a flag nor the value of a flag. The values of a flag in a file are in that file.
+        ValueError: a word is neither a flag nor the value of a flag. A flag in a flag file can have only values from
+            the same file.
     """
     flags: list[Given] = []
     for text, origin in words:

@@ -176,7 +176,9 @@ class Checkpoints:
         return resumed
 
     def save(self, progress: TrainingProgress) -> None:
-        """Write a checkpoint of the current training state to the folder of --save. --async-save writes in a thread.
+        """Write a checkpoint of the current training state to the folder of --save.
+
+        With --async-save, a thread writes the checkpoint while training continues.
 
         Args:
             progress: training progress, whose iteration names the checkpoint.

@@ -266,7 +266,7 @@ class CheckpointFolder:
     def keep_only(self, kept: Iterable[int]) -> None:
         """Delete the complete checkpoints of all iterations that are not in `kept`.
 
-        A checkpoint of an abandoned branch is deleted if one in `kept` is of a later iteration. Each checkpoint is
+        A checkpoint of an abandoned branch is deleted if `kept` has an iteration after its own. Each checkpoint is
         renamed to its partial name first, so that a crash cannot leave an incomplete checkpoint under a complete name.
         """
         kept = set(kept)
@@ -322,9 +322,9 @@ def kept_iterations(iterations: Iterable[int], *, keep_last: int | None, retain_
 
     Args:
         iterations: iterations with a complete checkpoint.
-        keep_last: number of newest checkpoints to keep; None keeps one.
-        retain_interval: number such that checkpoints whose iteration is a multiple of it are kept; None keeps only the
-            newest ones.
+        keep_last: number of newest checkpoints to keep; None keeps only the newest one.
+        retain_interval: checkpoints whose iteration is a multiple of this number are kept too; None keeps no further
+            checkpoints.
     """
     found = sorted(iterations)
     retained = {iteration for iteration in found if retain_interval and iteration % retain_interval == 0}

@@ -182,7 +182,8 @@ def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) ->
     names = [name for name, derived in SHAPE.items() if getattr(model, derived) != getattr(other, derived)]
     if names:
         own = dataclasses.asdict(model)
-        # Other sizes in `names` only follow from these flags, so the message leaves them out.
+        # The message lists only flags whose own values differ. Other properties in `names` differ only because the
+        # program derives them from these flags.
         given = [name for name in names if own[name] != saved.get(name)]
         changes = ", ".join(_changes(given or names, own, saved))
         raise ValueError(f"{changes} in {where}; --use-checkpoint-args takes the model's shape from the checkpoint")

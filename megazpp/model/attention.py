@@ -45,6 +45,8 @@ VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 class AttentionInputs:
     """Inputs of attention that layers share in one forward. Without mask and documents, attention is plainly causal.
 
+    S is the sequence length, B the batch size.
+
     Attributes:
         rotary: (cos, sin) of the rotary angles, each [S, B or 1, 1, rotated channels] fp32; None without rotary
             embeddings.
@@ -79,8 +81,8 @@ class AttentionInputs:
 class SelfAttention(nn.Module):
     """Causal self-attention of one layer: [S, B, H] -> [S, B, H].
 
-    With sequence parallelism over T tp ranks, input and output are [S/T, B, H]. With context parallelism over C cp
-    ranks, S/C replaces S.
+    S is the sequence length, B the batch size, H the hidden size. With sequence parallelism over T tp ranks, input and
+    output are [S/T, B, H]. With context parallelism over C cp ranks, S/C replaces S.
 
     Collectives on tp: the collectives of one ColumnParallelLinear and one RowParallelLinear. Collectives on cp: 2
     all-to-alls. The heads of all tensor-parallel ranks share the weights of --qk-layernorm. So each rank computes only
@@ -129,8 +131,8 @@ class SelfAttention(nn.Module):
         """Return attention's output, in the shape of x, for norm(x), or for x if `norm` is None.
 
         Args:
-            x: [S, B, H] residual stream. It is [S/T, B, H] with sequence parallelism over T ranks. With context
-                parallelism over C ranks S/C replaces S.
+            x: [S, B, H] residual stream of B sequences of S tokens. It is [S/T, B, H] with sequence parallelism over T
+                ranks. With context parallelism over C ranks S/C replaces S.
             inputs: attention mask, rotary angles and documents of this layer.
             cache: key-value cache of this layer with earlier tokens, to which this call adds the tokens of x; None
                 without a cache.
@@ -162,6 +164,8 @@ class SelfAttention(nn.Module):
     def _core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """Compute attention by the kernel that the mask or the documents in `inputs` require.
 
+        There are B sequences of S tokens, D channels per head, and `groups` key and value heads.
+
         Args:
             q: [S, B, heads, D] queries.
             k: [keys, B, groups, D] keys, where `keys` is S plus the number of tokens from the key-value cache.
@@ -187,16 +191,25 @@ class SelfAttention(nn.Module):
     def _inside_documents(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        """Compute attention inside documents or a window by the variable-length kernel; shapes as in `_core`.
+        """Compute attention inside documents or a window by the variable-length kernel.
 
-        The kernel takes one sequence, so the rows of the batch are concatenated. With more than one row this copies
+        The kernel takes one sequence, so the B rows of the batch are concatenated. With more than one row this copies
         queries, keys and values.
+
+        Args:
+            q: [S, B, heads, D] queries, for rows of S tokens and heads of D channels.
+            k: [S, B, groups, D] keys, for `groups` key and value heads.
+            v: [S, B, groups, D] values.
+            starts: [documents + 1] int32 offsets of the documents in the B x S concatenated tokens.
+
+        Returns:
+            [S, B, heads x D].
         """
         assert self.document_kernel is not None, "document_starts are set, but this device has no document kernel"
         seq, batch = q.shape[:2]
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # from [S, B, heads, D] to [B x S, heads, D]
-        # The kernel asks for the longest document's length. A row's length is an upper bound; reading the exact length
-        # would make the host wait for the device.
+        # The kernel requires an upper bound of the documents' lengths. Pass the row's length, because reading the exact
+        # maximum would make the host wait for the device.
         out = self.document_kernel(q, k, v, starts, seq, self.window, self.scale)
         return out.view(batch, seq, -1).transpose(0, 1)
 
@@ -206,11 +219,12 @@ def heads_for_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Exchange all heads of this cp rank's tokens for this rank's heads of all tokens, in 1 all-to-all (Ulysses).
 
-    If C does not divide G, keys and values are repeated to lcm(G, C) heads first. Each rank then receives G / gcd(G, C)
-    heads of each token, which is less than the G heads that an all-gather of keys and values would deliver.
+    C is the number of cp ranks, and G the number of key and value heads. If C does not divide G, keys and values are
+    repeated to lcm(G, C) heads first. Each rank then receives G / gcd(G, C) heads of each token, which is less than the
+    G heads that an all-gather of keys and values would deliver.
 
     Args:
-        q: [S/C, B, heads, D] queries.
+        q: [S/C, B, heads, D] queries of this rank's S/C tokens in each of B sequences, with D channels per head.
         k: [S/C, B, G, D] keys.
         v: [S/C, B, G, D] values.
         cp: context-parallel axis of C ranks.
@@ -231,7 +245,7 @@ def tokens_for_heads(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
     """Exchange this cp rank's heads of all tokens for all heads of this rank's tokens, in 1 all-to-all (Ulysses).
 
     This is the inverse of `heads_for_tokens`. It applies to attention's output: [S, B, heads/C x D] ->
-    [S/C, B, heads x D] for C context-parallel ranks.
+    [S/C, B, heads x D] for C context-parallel ranks, B sequences of S tokens, and D channels per head.
     """
     return exchange(x.unflatten(0, (cp.size, -1)), cp).movedim(0, 2).flatten(2)
 
@@ -331,7 +345,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Apply rotary embeddings: rotate the first channels of each head, and leave the other channels unchanged.
 
     Args:
-        x: [S, B, heads, D] queries or keys.
+        x: [S, B, heads, D] queries or keys of S tokens in each of B sequences, with D channels per head.
         cos: [S, B or 1, 1, rotated channels] fp32 cosines of the rotary angles.
         sin: fp32 sines of the rotary angles, shaped like `cos`.
 
@@ -407,7 +421,8 @@ def variable_length(
 def varlen_groups(x: torch.Tensor, heads: int) -> torch.Tensor:
     """Return keys or values [tokens, groups, D] in the shape that the installed torch's varlen_attn accepts.
 
-    If varlen_attn does not support grouped-query attention (torch 2.11), repeat them to [tokens, heads, D].
+    `groups` is the number of key and value heads, D the number of channels per head. If varlen_attn does not support
+    grouped-query attention (torch 2.11), the result is [tokens, heads, D], in which each head is repeated.
     """
     return x if "enable_gqa" in VARLEN_ARGUMENTS else repeated(x, heads)
 
@@ -416,6 +431,8 @@ def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, *, dropout: float, scale: float | None = None
 ) -> torch.Tensor:
     """Compute attention with a mask, but never by cuDNN, whose backward can return NaN (see the top of the file).
+
+    There are B sequences of S tokens, D channels per head, and `groups` key and value heads.
 
     Args:
         q: [B, heads, S, D] queries.
@@ -453,8 +470,9 @@ def shared_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor |
 
 
 def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat keys or values [B, groups, ...] to [B, heads, ...], for kernels without grouped-query attention.
+    """Repeat the heads of keys or values: [B, groups, ...] -> [B, heads, ...] for B sequences.
 
-    In some torch versions the memory-efficient kernel does not support grouped-query attention.
+    Kernels without grouped-query attention need as many key and value heads as query heads. In some torch versions the
+    memory-efficient kernel does not support grouped-query attention.
     """
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -31,8 +31,8 @@ MULTIPLE = 16  # the three sizes m, n and k of a float8 matrix product must be m
 def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
     """Return a function that computes x W^T + b with a matrix product in float8, for linear layers with --fp8-format.
 
-    The function maps x [..., K], weight [N, K] and bias [N] or None to [..., N]. K and N must be multiples of 16,
-    unless `emulate` is True.
+    For a layer with K inputs and N outputs, the function maps x [..., K], weight [N, K] and bias [N] or None to
+    [..., N]. K and N must be multiples of 16, unless `emulate` is True.
 
     Args:
         fmt: "e4m3" for all operands, or "hybrid", which uses e5m2 for gradients: a larger range with coarser rounding.
@@ -82,7 +82,8 @@ class _Settings(NamedTuple):
 class _Float8Linear(torch.autograd.Function):
     """Autograd function of the matrix product x W^T in float8: x [..., K], weight [N, K] -> [..., N].
 
-    Its gradients are float8 matrix products too.
+    K is the number of inputs of the linear layer, N the number of outputs. The gradients are float8 matrix products
+    too.
     """
 
     @staticmethod
@@ -106,7 +107,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Flatten all dimensions except the last, for a matrix product: [..., K] -> [rows, K]."""
+    """Flatten all dimensions of x except the last, of any size K, for a matrix product: [..., K] -> [rows, K]."""
     return x.reshape(-1, x.shape[-1])
 
 

@@ -43,7 +43,8 @@ from megazpp.tensor_parallel.regions import collect_sequence, enter_region, redu
 Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # a layer's dropout masks, after attention and after the MLP
 # Type of a function that computes the result of the model's forward. Its arguments are the model, the hidden states
 # [S/C, B, H] after the final norm, and each sequence's router losses [B] fp32, summed over layers and multiplied by
-# their coefficients. The router losses are None in evaluation and without experts.
+# their coefficients. The router losses are None in evaluation and without experts. There are B sequences of S tokens, C
+# context-parallel ranks and H channels.
 Head = Callable[["GPTModel", torch.Tensor, torch.Tensor | None], Any]
 
 
@@ -117,8 +118,8 @@ class GPTModel(nn.Module):
                 `values`. None for losses or logits.
 
         Returns:
-            With labels, losses [B, S] fp32. Without labels, logits [B, S, V/T] of this tp rank's slice of the padded
-            vocabulary. With a head, the head's result.
+            With a head, the head's result. Otherwise, with labels, the losses [B, S] fp32. Otherwise the logits
+            [B, S, V/T] of this rank's slice of the padded vocabulary, which has V tokens and is split over T tp ranks.
         """
         # ---- positions of the tokens, and this cp rank's slice of the sequence
         (batch, seq), device = tokens.shape, tokens.device
@@ -182,8 +183,8 @@ class GPTModel(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the logits [B, S, V/T] of this tp rank's slice of the vocabulary from hidden states [S/C, B, H].
 
-        The hidden states are those after the final norm, which `forward` passes to its head. T is the number of tp
-        ranks, C the number of cp ranks.
+        The hidden states are those after the final norm, which `forward` passes to its head. V is the padded vocabulary
+        size, T the number of tp ranks, C the number of cp ranks, S the sequence length, and H the hidden size.
         """
         return self._by_rows(self._multiplied(x, F.linear))
 
@@ -222,8 +223,8 @@ class GPTModel(nn.Module):
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
         """Return head(x, weight) for hidden states x and the weight of the output layer.
 
-        The head computes logits or losses from them. x is divided by --logits-scaling first. With tied embeddings the
-        weight is the word embedding's.
+        The head computes logits or losses. Its first argument is x divided by --logits-scaling. With tied embeddings
+        its second argument is the word embedding's weight.
         """
         if self.config.logits_scaling != 1.0:
             x = x / self.config.logits_scaling
@@ -289,11 +290,12 @@ class GPTModel(nn.Module):
     def _limits(
         self, position_ids: torch.Tensor, starts: torch.Tensor | None, cache: KVCache | None, seq: int, windowed: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return what limits attention to documents or a window: (mask, offsets of documents), at most one not None.
+        """Return an attention mask or the offsets of documents, which limit attention to documents or a window.
 
-        The mask has the form of `AttentionInputs.mask`. The offsets are for the kernel of attention inside documents.
-        Both are None if attention is plainly causal. With `windowed`, the sliding window of --window-size applies. The
-        other arguments are those of `_attention_inputs`.
+        The result is (mask, offsets). The mask has the form of `AttentionInputs.mask`. The offsets are for the kernel
+        of attention inside documents. At least one of the two is None, and both are None for plain causal attention.
+        With `windowed`, the sliding window of --window-size applies. The other arguments are those of
+        `_attention_inputs`.
         """
         window, batch, device = self.config.window if windowed else None, len(position_ids), position_ids.device
         if cache is not None:
@@ -390,7 +392,7 @@ class TransformerLayer(nn.Module):
             x: residual stream before this layer.
             inputs: attention mask, rotary angles and documents.
             cache: key-value cache of this layer, for generation; None in training.
-            kept: objects from `_kept`, which full recomputation needs.
+            kept: items of the result of `_kept`: none, or a `Kept` with the router's decisions for full recomputation.
 
         Returns:
             The result of `_run`.
@@ -411,8 +413,9 @@ class TransformerLayer(nn.Module):
     def places(self) -> list[tuple[dict[str, Any], str]] | None:
         """The DTensor parameters of this layer that compiled code must read as local tensors.
 
-        Each is given by the dict of the module that holds the parameter, and its name. `local_parameters` replaces them
-        during the layer's run. None if the layer is not compiled, or if there is no tensor parallelism.
+        Each item is the dict of the module that holds the parameter, and the parameter's name. `local_parameters`
+        replaces these parameters by local tensors during the layer's run. None if the layer is not compiled, or if
+        there is no tensor parallelism.
         """
         return places_of(self) if self.settings.compiled and self.settings.tp.size > 1 else None
 

@@ -8,8 +8,8 @@ outside.
 
 Dropout: tensor-parallel (tp) ranks hold different attention heads and, with sequence parallelism, different slices of
 the sequence. The dropout masks of such tensors must differ between ranks. They come from torch's default generator,
-which has another seed on each rank. Without sequence parallelism tp ranks hold the same residual stream, whose masks
-must be equal on all tp ranks. These masks come from a `SharedGenerator`.
+which has another seed on each rank. Without sequence parallelism tp ranks hold the same residual stream, whose
+dropout masks must be equal on all tp ranks. These masks come from a `SharedGenerator`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class LayerSettings:
         cp: context-parallel axis.
         ep: expert-parallel axis.
         sequence_parallel: True if the residual stream is split along the sequence over tp ranks.
-        generator: generator of the dropout masks that must be equal on all tp ranks; None if all masks may differ.
-        document_kernel: kernel for attention inside documents or a window; None if masks are used instead.
+        generator: generator of the dropout masks that must be equal on all tp ranks; None if no dropout masks have to
+            be equal on them.
+        document_kernel: kernel for attention inside documents or a window; None if attention masks are used instead.
         product: function that computes the matrix products of linear layers, such as float8's; None for torch's
             products in the dtype of the inputs, which overlap with collectives on tp.
         grouped: True if one grouped kernel multiplies the matrices of all experts of a layer (`find_grouped_product`).
@@ -86,7 +87,8 @@ class LayerSettings:
         Sequence parallelism is off for one tp rank. The shared generator is None if the dropout masks of tp ranks may
         differ. `compiled` is True or False instead of None, and `fuse_loss` is None only if nothing is fused.
         """
-        # With sequence parallelism tp ranks hold different slices of the residual stream, so their masks must differ.
+        # With sequence parallelism, tp ranks hold different tokens of the residual stream. The ranks' dropout masks
+        # must then differ, so the layers get no shared generator.
         splits = self.sequence_parallel and self.tp.size > 1
         generator = self.generator if self.tp.size > 1 and not splits else None
         compiled = config.compile is True if self.compiled is None else self.compiled
@@ -147,8 +149,8 @@ class Norm(nn.Module):
 class HeadsNorm(nn.Module):
     """RMSNorm over the channels of all heads together, for --qk-layernorm-all-heads: [..., heads, D] -> same shape.
 
-    The heads are split over tp ranks. Collectives on tp: 1 all-reduce of one fp32 number per token in forward, and 1 in
-    backward.
+    D is the number of channels per head. The heads are split over tp ranks. Collectives on tp: 1 all-reduce of one fp32
+    number per token in forward, and 1 in backward.
 
     Args:
         config: config of the model.
@@ -272,7 +274,10 @@ class MLP(nn.Module):
         return recomputed(self._inside, *parts, then=self.fc2, when=self.recompute_activation)
 
     def _inside(self, up: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Apply the MLP's activation function to `up` [S, B, F/T]; SwiGLU is silu(gate) * up, with equal shapes."""
+        """Apply the MLP's activation function to `up` [S, B, F/T], and return a tensor of the same shape.
+
+        F is the feed-forward size, T the number of tp ranks. SwiGLU is silu(gate) * up, with `gate` shaped like `up`.
+        """
         if gate is not None:
             return F.silu(gate) * up
         if self.squared_relu:
@@ -324,8 +329,8 @@ class Dropout(nn.Module):
 
     Args:
         rate: probability with which an element is set to zero.
-        shared: generator that gives all tensor-parallel ranks the same masks; None for torch's default generator, with
-            which the masks of these ranks differ.
+        shared: generator that gives all tensor-parallel ranks the same dropout masks; None for torch's default
+            generator, with which the dropout masks of these ranks differ.
     """
 
     def __init__(self, rate: float, shared: SharedGenerator | None) -> None:
@@ -337,7 +342,7 @@ class Dropout(nn.Module):
 
         Args:
             x: tensor of any shape.
-            mask: mask for x that `draw` has sampled; None samples a new mask.
+            mask: dropout mask for x that `draw` has sampled; None samples a new dropout mask.
         """
         if not self._agrees():
             return F.dropout(x, self.rate, self.training)
@@ -352,7 +357,7 @@ class Dropout(nn.Module):
         return _draw(like, self.rate, self.shared) if self._agrees() else None
 
     def _agrees(self) -> bool:
-        """Return True if dropout is active and all tp ranks must have equal masks, from the shared generator."""
+        """Return True if dropout is active, and its masks come from the generator that all tp ranks share."""
         return self.shared is not None and self.rate > 0.0 and self.training
 
 

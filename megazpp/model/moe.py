@@ -49,7 +49,8 @@ class Routes(NamedTuple):
     expert-parallel (ep) ranks with E / P experts each.
 
     Attributes:
-        rows: order of this rank's N K choices by expert. Choice i belongs to token i // K.
+        rows: permutation that sorts this rank's N K choices by expert, and its inverse. Choice i is a choice of token
+            i // K.
         received: [P, E / P] int64, number of rows that each expert of this rank receives from each ep rank.
         sizes: function that returns the numbers of rows to exchange. It blocks until they are on the host.
     """
@@ -62,7 +63,8 @@ class Routes(NamedTuple):
 class Experts(nn.Module):
     """The experts of this ep rank: x [N, H] -> [N K, H], where row i is the output for choice `routes.rows.order[i]`.
 
-    N is the number of this rank's tokens, K the number of experts per token. Choice c belongs to token c // K.
+    N is the number of this rank's tokens, K the number of experts per token, H the hidden size. Choice c is a choice of
+    token c // K.
     This module is a separate sharding unit (FSDP2's parameter group). Collectives on ep: two all-to-alls of rows in the
     forward pass, and two in the backward pass.
 
@@ -99,8 +101,8 @@ class Experts(nn.Module):
             routes: permutations and sizes from `plan_routes`.
 
         Returns:
-            [N K, H] outputs of the experts in the order of `routes.rows`. The result is a new tensor and not a view,
-            because FSDP2 attaches a backward hook to it.
+            [N K, H] outputs of the K experts of each token, in the order of `routes.rows`. The result is a new tensor
+            and not a view, because FSDP2 attaches a backward hook to it.
         """
         sent, received = routes.rows, routes.received
         # ---- copy each of the N tokens once for each of its K experts, into rows [N K, H] sorted by expert, and send
@@ -177,8 +179,8 @@ class MoE(nn.Module):
             x: [S, B, H], or [S/T, B, H] with sequence parallelism over T ranks, the output of a norm.
             kept: an empty `Kept` in which a forward stores the router's decisions, or the filled one, whose decisions a
                 recomputation repeats. None without recomputation.
-            counted: tokens that the router's losses include, as in `AttentionInputs`, with the tokens of all tp ranks;
-                None if all tokens count.
+            counted: tokens that the router's losses include: ([S, B] fp32, 1 for such a token of any tp rank; [B] fp32,
+                their number in the complete sequence). None if all tokens count.
 
         Returns:
             The output in the shape of `x`, and this rank's partial sum of each sequence's router losses, [B] fp32. The
@@ -309,7 +311,8 @@ def _looped_products(
 ) -> torch.Tensor:
     """Apply each expert to its rows x in a loop over experts: (silu(x gate^T) * (x fc1^T)) fc2.
 
-    The matrices may be packed weights, which support only `split`, `F.linear` and `torch.mm`.
+    The matrices may be packed weights, which support only `split`, `F.linear` and `torch.mm`. H is the hidden size, and
+    F the size of an expert's hidden layer.
 
     Args:
         rows: [R, H] rows of all experts of this rank, sorted by expert.
@@ -344,7 +347,8 @@ def _products_by_matrix(
 ) -> torch.Tensor:
     """Compute the result of `_looped_products` matrix by matrix, and add the outputs of LoRA adapters.
 
-    With torch's grouped matrix product, one call multiplies the matrices of all experts.
+    With torch's grouped matrix product, one call multiplies the matrices of all experts. H is the hidden size, and F
+    the size of an expert's hidden layer.
 
     Args:
         rows: [R, H] rows of all experts of this rank, sorted by expert.
@@ -378,22 +382,24 @@ def _products_by_matrix(
 class ExpertAdapter(Adapter):
     """Base class of LoRA adapters for the experts of a layer; one adapter serves one matrix of all experts.
 
-    `forward` receives the rows [R, inputs] of all experts, sorted by expert, and the function `multiply` of
-    `_products_by_matrix`, which multiplies the rows of each expert by a matrix of this expert.
+    `forward` receives the inputs of the matrix, R rows [R, inputs] of all experts, sorted by expert. It also receives
+    the function `multiply` of `_products_by_matrix`, which multiplies the rows of each expert by a matrix of this
+    expert.
     """
 
 
 class Gating:
-    """Function that returns silu(gate) * up for gate and up [R, F] of a mixture of experts, compiled on request.
+    """Function that returns silu(gate) * up for R rows of a mixture of experts, compiled on request.
 
-    The numbers of experts' rows differ from step to step, so one compiled graph serves any number R of rows.
+    `gate` and `up` are [R, F], with F the size of an expert's hidden layer. The number R differs from step to step, so
+    one compiled graph serves any R.
     """
 
     def __init__(self, *, compiled: bool) -> None:
         self._run, self._compiled = compile_layer(_gated) if compiled else _gated, compiled
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up, elementwise; the result is [R, F] like `gate` and `up`."""
+        """Return silu(gate) * up, elementwise; the result has the shape of `gate` and `up`."""
         for tensor in (gate, up) if self._compiled else ():
             mark_varying(tensor, 0)
         return self._run(gate, up)
@@ -422,6 +428,8 @@ class _WeightedSum(torch.autograd.Function):
 
 def weighted_sum(weight: torch.Tensor, rows: torch.Tensor, by_expert: Sorted) -> torch.Tensor:
     """Sum the outputs of each token's experts, multiplied by the router's factors.
+
+    There are N tokens with K experts each; H is the hidden size.
 
     Args:
         weight: [N, K] fp32 factors of the outputs, from the router.

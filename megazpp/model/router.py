@@ -71,10 +71,11 @@ class Kept:
 
 
 class Router(nn.Module):
-    """Router of a mixture of experts, which chooses K experts for each token: x [S, B, H] -> `Routing`.
+    """Router of a mixture of experts, which chooses K of E experts for each token: x [S, B, H] -> `Routing`.
 
-    Logits, scores and losses are fp32. In training with the balance loss, forward all-reduces counts [B, E] over tp and
-    over cp, because their ranks hold different tokens of a sequence.
+    S is the sequence length, B the batch size, H the hidden size. Logits, scores and losses are fp32. In training with
+    the balance loss, forward all-reduces counts [B, E] over tp and over cp, because their ranks hold different tokens
+    of a sequence.
 
     On CUDA the kernels of kernels/router compute the same in few launches. They do not support `counted`, nor a balance
     loss whose sequences are split over ranks. With these kernels the gradient of the logits is rounded to the dtype of
@@ -122,7 +123,7 @@ class Router(nn.Module):
         """Choose the experts of each token, and compute the factors of their outputs and the router's losses.
 
         Args:
-            x: [S, B, H], vectors of the tokens of this rank.
+            x: [S, B, H], vectors of this rank's S tokens in each of B sequences.
             kept: an empty `Kept` in which a forward stores its decisions, or the filled one, whose decisions a
                 recomputation repeats. None without recomputation.
             length: number of tokens of a complete sequence, on all tp and cp ranks together; [B] if sequences have
@@ -161,8 +162,8 @@ class Router(nn.Module):
 
         Args:
             kernels: module with the kernels, from `_kernels`.
-            x: [S, B, H], as for `forward`.
-            kept: as for `forward`; in a call without recomputation a new `Kept`.
+            x: [S, B, H], vectors of this rank's S tokens in each of B sequences.
+            kept: object in which a forward stores its decisions, or whose decisions a recomputation repeats.
             length: number of tokens of a complete sequence.
         """
         assert isinstance(length, int)
@@ -194,16 +195,17 @@ class Router(nn.Module):
         """Return this router's sums over the training tokens of this rank since the last call, and reset them.
 
         Returns:
-            [2 E + 2] fp64: how often each expert was chosen [E]; the sum of each expert's normalized scores [E]; the
-            number of tokens; and the sum of the entropies of the tokens' normalized scores, in nats. None if this
-            router has processed no training tokens.
+            [2 E + 2] fp64 for E experts: how often each expert was chosen [E]; the sum of each expert's normalized
+            scores [E]; the number of tokens; and the sum of the entropies of the tokens' normalized scores, in nats.
+            None if this router has processed no training tokens.
         """
         totals, self._totals = self._totals, None
         return totals
 
     def add_summed_totals(self, totals: torch.Tensor) -> None:
-        """Add this router's totals of a training step, [2 E + 2] summed over ranks, to its sum for the metrics.
+        """Add this router's totals of a training step, summed over ranks, to its sum for the metrics.
 
+        The totals have the form of the result of `take_totals`: [2 E + 2] for E experts.
         The update of the expert bias calls this in each step. The update needs the totals of one step, and has reset
         them by `take_totals`, while the metrics need the sum over all steps since the last log line.
         """
@@ -212,17 +214,17 @@ class Router(nn.Module):
     def take_summed_totals(self) -> torch.Tensor | None:
         """Return this router's totals over ranks and over training steps since the last call, and reset them.
 
-        The totals [2 E + 2] have the form of `take_totals`; `add_summed_totals` has collected them. The result is None
-        if `add_summed_totals` was not called since, as for routers without an expert bias.
+        The totals have the form of the result of `take_totals`; `add_summed_totals` has collected them. The result is
+        None if `add_summed_totals` was not called since, as for routers without an expert bias.
         """
         summed, self._summed = self._summed, None
         return summed
 
     def _ranked(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the values [S, B, E] whose K largest select a token's experts: the scores plus the expert bias.
+        """Return the values by which a token's K experts are chosen, the K largest: the scores plus the expert bias.
 
-        Without a bias, softmax scores are replaced by the logits, which have the same order. Unlike probabilities,
-        logits do not tie at 0 by underflow.
+        Arguments and result are [S, B, E] for B sequences of S tokens and E experts. Without a bias, softmax scores are
+        replaced by the logits, which have the same order. Unlike probabilities, logits do not tie at 0 by underflow.
         """
         if self.expert_bias is not None:
             return scores + self.expert_bias
@@ -230,6 +232,8 @@ class Router(nn.Module):
 
     def _weight(self, logits: torch.Tensor, scores: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
         """Return the factors [S, B, K] fp32 by which the outputs of the chosen experts are multiplied.
+
+        There are B sequences of S tokens; K of E experts are chosen for each token.
 
         Args:
             logits: [S, B, E] fp32 logits of the router.
@@ -259,6 +263,7 @@ class Router(nn.Module):
         The balance loss of a sequence is E sum_i f_i P_i. f_i is the fraction of choices that select expert i, and P_i
         is the mean normalized score of expert i. f is summed over the ranks that share the sequence, and has no
         gradient. P contains only this rank's tokens, so that the losses of these ranks add up to the complete loss.
+        There are B sequences with S tokens on this rank; K of E experts are chosen for each token.
 
         Args:
             logits: [S, B, E] fp32 logits of the router.
@@ -287,6 +292,8 @@ class Router(nn.Module):
     def _count(self, choice: torch.Tensor, shares: torch.Tensor, counted: torch.Tensor | None) -> None:
         """Add a micro-batch to this router's totals: choices and scores by expert, tokens, and entropies.
 
+        There are B sequences with S tokens on this rank; K of E experts are chosen for each token.
+
         Args:
             choice: [S, B, K] int64, chosen experts.
             shares: [S, B, E] fp32, normalized scores, 0 for tokens that do not count.
@@ -308,7 +315,8 @@ class Router(nn.Module):
 class _FusedRouter(torch.autograd.Function):
     """Autograd function of the router in Triton's kernels.
 
-    It maps tokens x [N, H] and the router's weight [E, H] to factors of outputs [N, K], losses [B] and choices [N, K].
+    It maps the vectors x [N, H] of N tokens and the router's weight [E, H] to factors of outputs [N, K], losses [B] and
+    choices [N, K]. K of E experts are chosen for each token, and B is the number of sequences.
     """
 
     @staticmethod

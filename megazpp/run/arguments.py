@@ -170,7 +170,10 @@ class RunConfig:
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
     def states(self) -> type[DeviceStates] | None:
-        """Return the class by which a feature keeps training states off the device; None if no feature does this."""
+        """Return the class with which a feature stores fp32 weights, moments and gradients outside the device.
+
+        None if no feature does this.
+        """
         return next((found for feature in self.features if (found := feature.states(self)) is not None), None)
 
     def model_spec(self, vocab_size: int, wire: CommPlan) -> ModelSpec:

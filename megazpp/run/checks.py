@@ -136,8 +136,8 @@ def plan_run(
         cluster: nodes, ranks and links.
         device_type: "cuda" or "cpu".
         start: progress from which the run resumes; zero for a new run.
-        weight_delta: format that --zero-weight-delta auto has chosen; None for the choice without known links and
-            devices.
+        weight_delta: format that --zero-weight-delta auto has chosen; None for the default format, which applies while
+            links and devices are unknown.
 
     Raises:
         ValueError: flags are missing, contradict each other, or do not fit the cluster or the device. The message

@@ -64,11 +64,12 @@ class TrainerParts:
             program itself adds further groups later (`TrainingParts.states`).
         flags: values of flags that checkpoints record, by field name. A feature may add entries.
         samples: description of the training and held-out samples, see data/identity.py.
-        folder_id: identifier of the folder of --save, equal in all jobs that save to it; "" if no other job may, and
-            without --save.
+        folder_id: identifier of the folder of --save, equal in all jobs that save to it. It is "" if only this job may
+            save to the folder, or if --save is not given.
         stopped: function that returns True once this rank has caught a stop signal.
         save: function that saves a checkpoint of the given progress, for a feature with `Attached.schedules_actions`.
-        validate: function that evaluates the validation data at the given progress, for such a feature.
+        validate: function that evaluates the validation data at the given progress, for a feature with
+            `Attached.schedules_actions`.
     """
 
     config: RunConfig
@@ -181,7 +182,7 @@ class Feature:
         return None
 
     def states(self, config: RunConfig) -> type[DeviceStates] | None:
-        """Return the class that keeps weights, moments and gradients off the device, as in host memory.
+        """Return the class that stores fp32 weights, moments and gradients outside the device, such as in host memory.
 
         None means that this feature leaves them on the device.
         """
@@ -221,9 +222,10 @@ class Feature:
 
 
 def weight_opener(features: Sequence[Feature], sections: Sequence[Any]) -> WeightOpener:
-    """Return the object that opens the weights of checkpoints: the first feature's that has one, or the default.
+    """Return the object that opens the weights of checkpoints.
 
-    The default opener reads checkpoints that store every weight, as pretraining writes them.
+    The first feature with `opens_weights` provides it. Without such a feature, the result is the default opener. It
+    reads checkpoints that store every weight, as pretraining writes them.
 
     Args:
         features: optional features of the program.

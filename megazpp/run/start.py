@@ -48,7 +48,8 @@ from megazpp.topology.layout import Layout
 from megazpp.training.config import TrackingConfig
 from megazpp.training.context import default_run_dir
 
-# Ends of the names of fields with paths, which may differ between hosts, so that ranks do not compare them
+# Endings of the names of fields whose values are paths. Ranks do not compare these fields, because paths may differ
+# between hosts.
 PATHS = (*PATH_ENDS, "store", "patches")
 # Environment variables that all ranks compare, because they change results, or because ranks with different values of
 # them hang or crash in their first collectives.
@@ -193,7 +194,7 @@ def start_workers(place: RankInfo, launch: LaunchConfig, main: Callable[[], int]
     """Start the workers on this machine, wait until they have ended, and return the exit status of the program.
 
     Args:
-        place: number of workers to start.
+        place: rank information of this process, with the number of workers to start.
         launch: flags about the launch, such as --max-restarts and --nnodes.
         main: entry point of this program, which each worker runs with the same arguments.
     """
@@ -201,7 +202,8 @@ def start_workers(place: RankInfo, launch: LaunchConfig, main: Callable[[], int]
     hosts, (_, end_seconds) = hosts_of(launch, size), launch.hang_seconds
     say_at_terminal(f"starting {size} workers")
     if hosts is not None:
-        # An ordinary interpreter exit would abort while the launcher's thread is in a call on a store that is lost.
+        # If the job's store is lost, a thread of the launcher may be blocked in a call to it. An ordinary exit of the
+        # interpreter would then abort, so `leave` exits at once.
         leave(launch_workers_of_host([sys.executable, *sys.argv], hosts, end_seconds=end_seconds))
     return launch_workers(main, size, max_restarts=launch.max_restarts, end_seconds=end_seconds)
 

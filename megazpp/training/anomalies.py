@@ -36,12 +36,16 @@ from megazpp.training.config import FEWEST, WINDOW, AnomalyConfig
 from megazpp.training.context import RunContext
 from megazpp.zero.sharding import Sharding
 
-# Largest number of parameters, and of micro-batches, in the error message; not-finite-<iteration>.json lists all
+# The error message names at most this many parameters and this many micro-batches whose values are not finite. The file
+# not-finite-<iteration>.json lists all of them.
 SHOWN = 8
 
 
 class LossHistory:
-    """The losses of the last `WINDOW` steps, by which a loss spike is recognized. Checkpoints save them."""
+    """The finite losses of the last `WINDOW` (100) steps, which checkpoints save.
+
+    A loss that lies far above their mean is a loss spike.
+    """
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=WINDOW)
@@ -65,7 +69,9 @@ class Evidence(NamedTuple):
 
     losses: torch.Tensor  # [number of micro-batches] this rank's contributions to the step's loss
     norm: GradNorm  # gradient norm of the step, with the norms of single parameters
-    own: Mapping[str, torch.Tensor] | None  # sums of this rank's gradients before reduction; None with ZeRO stage 0
+    # For each parameter, by name: a scalar, the sum over all elements of this rank's unreduced gradients of the
+    # parameter's sharding unit. None with ZeRO stage 0.
+    own: Mapping[str, torch.Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,9 @@ class Guard:
 
     def __post_init__(self) -> None:
         self._failure: StepReport | None = None  # this rank's report on the first step that was not finite
-        self._wants_back = False  # True from a loss spike in a replica group until `resolve`, in which groups rewind
+        # True after a loss spike in this rank's replica group, until `resolve` reloads the last checkpoint in all
+        # groups
+        self._wants_back = False
 
     def begin_step(self) -> None:
         """Make the backward check this rank's gradients before they are reduced; call this before the forward."""
@@ -293,7 +301,9 @@ class Guard:
 
 
 def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int, micro_batch_size: int) -> str:
-    """Return the error message for a step that is not finite: the step, the micro-batches and the parameters.
+    """Return the error message for a step whose loss or gradient norm is not finite.
+
+    The message names the step, and the micro-batches and parameters whose values are not finite.
 
     Args:
         first: report of a rank, with the step's loss, its gradient norm, and the gradient norms of all parameters.

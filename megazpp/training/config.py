@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from megazpp.tensor_parallel.layers import Product
     from megazpp.zero.sharding import DeviceStates
 
-WINDOW, FEWEST = 100, 20  # largest and smallest number of earlier losses from whose mean a loss spike is recognized
+# A loss is compared with the mean of at most WINDOW earlier losses, to recognize a loss spike. With fewer than FEWEST
+# earlier losses, no loss counts as a spike.
+WINDOW, FEWEST = 100, 20
 SLOW = 1.2  # a rank counts as slow if its compute time exceeds this multiple of the ranks' median
 MOST_ALLOCATIONS = 100_000  # largest number of allocations in a memory snapshot; Megatron-LM's value
 
@@ -192,10 +194,13 @@ class ModelSpec:
         wire: plan of ZeRO++ for the collectives that replace FSDP2's, see `plan_comm`.
         precision: dtypes of compute and gradient reduction.
         seed: seed for the initial weights and for dropout.
-        product: matrix product of the linear layers. None: the product that `config` selects for the device.
+        product: function that computes the matrix products of the linear layers. None selects the function by `config`
+            and the device.
         scalar_head: True adds a head that returns one number per token, as reward models need.
-        varying_sizes: True if batch sizes or sequence lengths vary between steps.
-        states: class for the memory of fp32 weights, moments and gradients, such as host memory; None for the device.
+        varying_sizes: True if batch sizes or sequence lengths vary between steps, so that layers are compiled for any
+            size.
+        states: class that stores the fp32 weights, moments and gradients outside the device, for example in host
+            memory; None to store them on the device.
     """
 
     config: GPTConfig

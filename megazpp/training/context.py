@@ -60,7 +60,7 @@ class Console:
         self._is_terminal = enabled and self._out.isatty()
         self._bar: tqdm | None = None
         self._file: Path | None = None
-        self._before: list[str] = []  # full lines that were printed before `keep` gave the file's name
+        self._before: list[str] = []  # full lines printed before `keep` has set the log file, which gets them then
 
     @property
     def _out(self) -> TextIO:
@@ -98,7 +98,7 @@ class Console:
             print(text, file=self._out, flush=True)
 
     def _write(self, text: str) -> None:
-        """Append lines to the log file, or remember them until `keep` gives the file's name."""
+        """Append lines to the log file. Before `keep` has set this file, store the lines in memory."""
         if self._file is None:
             self._before.append(text)
             return

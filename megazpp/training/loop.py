@@ -282,8 +282,9 @@ class StopConditions:
     def _agree(self, mine: list[int], dims: ParallelDims, *, at_once: bool) -> list[int]:
         """Return the maximum of each integer in `mine` over all ranks.
 
-        On CUDA with `at_once` False, return the maxima of the previous call instead, so that the host does not wait for
-        the device. The first call then returns zeros.
+        `mine` has the number of this rank's stop signal, 0 for none. `reason` adds 1 if the time limit is over, or else
+        0. On CUDA with `at_once` False, return the maxima of the previous call instead, so that the host does not wait
+        for the device. The first call then returns zeros.
         """
         if dims.world.size == 1:
             return mine

@@ -18,7 +18,8 @@ from megazpp.topology.layout import WIRE_NAMES
 
 # Metric of DiLoCo: the mean loss over all replica groups and over the steps since the last synchronization
 INNER_LOSS = "inner_loss"
-# Bytes by wire. "replica_group" counts bytes between DiLoCo's replica groups, which are also part of "cross".
+# Sent bytes by wire, for an interval in which nothing was sent. "replica_group" counts the bytes between DiLoCo's
+# replica groups, which "cross" counts too.
 NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "replica_group": 0}
 
 # Fields of metrics.jsonl that are null if their value is unknown. All other fields are left out in this case.
@@ -100,7 +101,7 @@ class IntervalRecord:
         mfu: `rank_flops` as a fraction of the device's peak FLOP/s; None if the peak is unknown.
         sent_bytes: bytes that a node has sent per step, by wire.
         peak_memory_bytes: peak memory of this rank's device; None if it is not reported.
-        left: remaining time of the run at this interval's samples per second.
+        left: remaining time of the run (a timedelta) if it continues with this interval's samples per second.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ from megazpp.zero.sharding import Sharding
 # A gradient norm above SPIKE times the median of earlier norms is logged, after the first SPIKE_STEPS steps
 SPIKE, SPIKE_STEPS = 10, 10
 MEBI = 1024 * 1024
-# Scalars about GPU memory, with the keys of their values in `torch.cuda.memory_stats`
+# Names of the scalars about GPU memory in wandb and TensorBoard, with the keys of their values in
+# `torch.cuda.memory_stats`
 MEMORY_SCALARS = {
     "mem/reserved": "reserved_bytes.all.current",
     "mem/allocated": "allocated_bytes.all.current",
@@ -94,7 +95,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._each("write", scalars, iteration=iteration, consumed_samples=consumed_samples)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Record the results of the run in summary.json, and the numbers and strings among them in all sinks."""
+        """Write the results of the run to summary.json. Write its numbers and strings to wandb and TensorBoard too."""
         self._keep("summary.json", lambda folder: folder.write_json("summary.json", values, indent=2))
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
         self._each("summarize", scalars, iteration=values["iteration"])
@@ -171,7 +172,7 @@ class MetricsRecorder:
         self.last_interval: IntervalRecord | None = None
         self.last_validation: tuple[int, float] | None = None  # iteration and result; None before the first validation
         self._sent_before = list(NOTHING_SENT.values())  # bytes that this rank had sent at the last log line, by wire
-        self._norms: deque[float] = deque(maxlen=100)  # gradient norms of the last steps
+        self._norms: deque[float] = deque(maxlen=100)  # gradient norms of the last 100 steps
         # Records since the last log line whose `tokens` is still this data rank's number; empty if all samples have the
         # same length
         self._uneven: list[StepRecord] = []

@@ -54,7 +54,8 @@ def counted_tokens(model: GPTModel, loss_mask: torch.Tensor) -> torch.Tensor | N
         model: the model.
         loss_mask: [B, S] fp32 for B sequences of S tokens, 0 for tokens that the loss excludes.
     Returns:
-        [B, S] bool; None for a model without experts, and in evaluation, for all tokens.
+        [B, S] bool, True for tokens that count. The result is None in two cases: the model has no experts, or it is in
+        evaluation mode.
     """
     if not model.training or model.config.num_experts is None:
         return None
@@ -71,7 +72,8 @@ def add_router_gradient(
 
     Args:
         loss: the micro-batch's contribution to the step's loss, a scalar.
-        router_loss: [B] losses of routers, one per sequence, that a forward has given to its head; None without them.
+        router_loss: [B] losses of routers, one for each of the micro-batch's B sequences, as the model's forward passes
+            them to its head. None if routers have no losses; the result is then `loss`.
         num_rows: number of sequences in the global batch, over which the losses of routers are averaged.
     """
     if router_loss is None:
@@ -113,7 +115,7 @@ class LanguageModelLoss:
         def head(
             model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            """Return the loss of each token, from the last layer's output `x`, and `router_loss` unchanged."""
+            """Return the loss of each token, computed from the model's final hidden states `x`, and `router_loss`."""
             return model.token_losses(x, batch.labels)[0], router_loss
 
         losses, router_loss = model(

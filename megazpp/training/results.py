@@ -139,8 +139,8 @@ def zero3_traffic(
         precision: dtypes of compute and gradient reduction.
         micro_batches: number of micro-batches per rank in all steps together.
     Returns:
-        The bytes with their calculation; None without DiLoCo if each copy of the model is sharded inside one local
-        domain.
+        The bytes with their calculation. None if the run has no DiLoCo replica groups, and each copy of the model is
+        sharded inside one local domain.
     """
     layout = dims.layout
     if layout.cross * layout.replica_group == 1:

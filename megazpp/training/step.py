@@ -123,14 +123,14 @@ class TrainStep:
                 waits=self.guard is None or not self.guard.can_wait or not skips_on_device(self.optimizer),
             )
             if self._before is not None:
-                self._before.check()  # does not stall the device: the numbers are ready, and this step's work is queued
+                self._before.check()  # the device does not stall: it still has this step's queued work to run
             self._before = step
             found_inf = None if step.waits else (~(loss.isfinite() & norm.value.isfinite())).float()
 
         # ---- update the weights, or skip the update
         taken = not step.skipped
-        # Factor that clipping has applied to the gradients, 0 if the update is skipped. The error feedback of the
-        # gradients, which the next step adds, gets the same factor.
+        # Factor by which clipping has multiplied the gradients, 0 if the update is skipped. The error feedback, which
+        # the next step adds to its gradients, is multiplied by the same factor.
         kept: torch.Tensor | float = 0.0
         with self._span("optimizer"):
             if taken:
@@ -183,7 +183,8 @@ class LaunchedStep:
     Args:
         record: record of the step; `wait` adds the loss and the gradient norm.
         loss: loss of the global batch, a scalar on the device.
-        numbers: copies of the loss, the gradient norm and, if counted, the number of zero gradients.
+        numbers: copy in host memory, still in progress, of the loss, the gradient norm and, if counted, the number of
+            gradient elements that are zero.
         guard: check that decides by these numbers whether the step updates the weights. None: a gradient norm that is
             not finite skips the update.
         evidence: values with which the guard explains a failure; None without a guard.

@@ -273,7 +273,8 @@ def chrome_trace(spans_by_rank: Sequence[Sequence[Span]], names: Sequence[str]) 
 def nesting_rows(spans: Sequence[Span], track: str) -> list[list[Span]]:
     """Split the spans of a track into rows, so that the spans of each row are disjoint or nested.
 
-    A Chrome trace shows each row as a thread. A span is added to the first row that it fits.
+    A Chrome trace shows each row as a thread. A span is added to the first row in which every span that overlaps it
+    also contains it.
     """
     # Each row is a pair: its spans so far, and the end times of those spans that are still open when the current span
     # starts, outermost span first.
