@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 # C must produce the same bits as the reference in torch, so -ffast-math and fused multiply-adds are off.
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 COMPILERS = ("cc", "gcc", "clang")
-# Timeout of the compiler. One compilation takes about a second, but all ranks of a machine may compile at once.
+# Timeout of the compiler in seconds. One compilation takes about a second, but all ranks of a machine may compile at
+# once.
 SECONDS = 120
 
 
@@ -105,14 +106,14 @@ def find_compiler() -> list[str]:
 def _run(command: list[str], output: Path) -> Path:
     """Run a compiler's command to write the file `output`, and return `output`.
 
-    The compiler gets no standard input. Its messages go to a log file next to `output`, whose first error a failure
-    quotes.
+    The compiler gets no standard input. Its messages go to a log file next to `output`. If the compiler fails, the
+    CLibraryError quotes the first error in this log file.
 
     Raises:
         CLibraryError: the compiler failed, or took longer than SECONDS.
     """
     log = output.with_suffix(".log")
-    with log.open("wb") as messages:  # a pipe could stay open after a timeout, held by the killed compiler's children
+    with log.open("wb") as messages:  # not a pipe, which children of a killed compiler could keep open after a timeout
         try:
             done = subprocess.run(
                 [*command, "-o", str(output)],
@@ -139,8 +140,8 @@ def _run(command: list[str], output: Path) -> Path:
 def _cache_folder() -> Path:
     """Return the folder that caches compiled C libraries, and create it if necessary.
 
-    The path equals `megazpp.base.files.cache_folder`. The folder kernels/ imports nothing else of megazpp, so this
-    function repeats that code.
+    The path equals that of `megazpp.base.files.cache_folder`. This function repeats the code of `cache_folder`, because
+    files in kernels/ import nothing from the rest of megazpp.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "megazpp" / "libraries"

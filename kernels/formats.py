@@ -18,17 +18,17 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 2048
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Quantization in blocks of `block_size` consecutive elements of `bits` each, with one bf16 scale per block.
+    """Quantization of `block_size` consecutive elements x to integers q of `bits` bits, with one bf16 scale per block.
 
     int8:
-        x ~= q * scale, q in -127..127. The scale is the largest magnitude / 127, rounded up to bf16.
+        x ~= q * scale, q in -127..127. The scale is the block's largest magnitude / 127, rounded up to bf16.
     int4:
         x ~= q * scale, q in -8..7. Let m be the largest magnitude and o the largest magnitude of the opposite sign. The
         scale is the larger of m / (8 + 7/16) and o / (7 + 7/16), rounded to bf16: the smallest scale that clips
-        nothing. If at least half of the block is within 1/16 of m, as in AdamW's first steps, the scale is m / 7, so
-        that both signs keep their magnitude. The sign of the scale makes the integer of m negative; if +m and -m both
-        occur, the integer of -m is negative. Byte j of a block holds q[j] + 8 in its low half and q[j + block_size / 2]
-        + 8 in its high half.
+        nothing. If at least half of the elements have a magnitude of 15/16 m or more, as in AdamW's first steps, the
+        scale is m / 7, so that both signs keep their magnitude. The sign of the scale makes the integer of m negative;
+        if +m and -m both occur, the integer of -m is negative. Byte j of a block holds q[j] + 8 in its low 4 bits
+        and q[j + block_size / 2] + 8 in its high 4 bits.
     int4 with `clip`:
         The scale is m / 9 instead of the larger of the two quotients, so the largest elements are clipped. This format
         is for gradients with error feedback, which adds what was clipped to the next message.

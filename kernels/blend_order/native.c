@@ -180,7 +180,8 @@ static void new_floor(struct plan *p, double begin, double at) {
 
 /* Continue the floor for the next block, from the lags of the last block's `size` choices. */
 static void continue_floor(struct plan *p, int64_t size) {
-    /* `missed`: how far the lags fell below the floor without its margin, which the block before had predicted */
+    /* `missed`: how far the smallest lag fell below the floor without its margin, `expected`, which was predicted from
+    the block before */
     double lowest = INFINITY;
     for (int64_t i = 0; i < size; i++) {
         double over = p->lags[i] - p->slope * (double)i;

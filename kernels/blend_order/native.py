@@ -34,7 +34,9 @@ class _Plan(Structure):
 
 
 class NativePlanner:
-    """Chooses the dataset of each sample of a blend in C, one call after another. The C library must be loaded.
+    """Chooses the dataset of each sample of a blend in C, for the next samples at each call of `plan`.
+
+    It requires that `library()` has loaded the compiled C code.
 
     Args:
         shares: [D] fraction of the blend's samples that each dataset provides, with sum 1.

@@ -56,8 +56,9 @@ def pack(
         x: [..., n] fp32, bf16 or fp16, rows of weights or gradients; n is the size of the table's layout.
         table: list of the segments of a row and of their bytes in a message, from `range_table`.
         messages: [..., M] uint8, one message per row, written.
-        errors: error feedback: the quantization errors of the previous messages, from `Feedback.zeros` at first. The
-            errors are added to the elements that are quantized, and then replaced by this call's errors.
+        errors: error feedback's buffer with the quantization errors of the previous messages; `Feedback.zeros` creates
+            it. The errors are added to the elements that are quantized, and then replaced by this call's errors. None
+            without error feedback.
         beta: weight of the earlier errors in the errors that replace them (LoCo's moving average); 0 <= beta < 1.
         base: [..., n] fp32, bf16 or fp16, values that the receivers already hold; their dtype may differ from x. If
             given, the message quantizes the weight delta float(x) - float(base), and receivers call `unpack_onto`.
@@ -245,9 +246,10 @@ def _launch_of(
 
 
 def _repeated(table: RangeTable, launch: tuple[object, ...] | None, tensors: Sequence[Tensor]) -> bool:
-    """Repeat an earlier Triton launch with an equal key for the addresses of these tensors; True if there was one.
+    """Repeat an earlier Triton launch that has the key `launch`, and return True; return False if there was none.
 
-    A repeat skips this module's checks and Triton's inspection of arguments, and so takes a fifth of the host time.
+    The repeated launch uses the addresses of `tensors`. It skips this module's checks and Triton's inspection of
+    arguments, and so takes a fifth of a normal launch's host time.
 
     Args:
         table: table of segments, which stores the launches that can be repeated.

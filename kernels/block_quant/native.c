@@ -84,7 +84,7 @@ static inline uint16_t to_fp16(float x) {
     return (uint16_t)(bits >> 16 & 0x8000u) | (uint16_t)(magnitude >= 0x477FF000 ? special : finite);
 }
 
-/* Load `width` elements of a block as fp32 into `values`, and fill `values` up to `size` with zeros. */
+/* Load `width` elements of a block as fp32 into `values`, and fill `values` with zeros up to `size` elements. */
 static inline void load(const char *restrict from, int64_t dtype, int width, int size, float *restrict values) {
     const uint16_t *halves = (const uint16_t *)from;
     if (dtype == FP32)
@@ -96,7 +96,7 @@ static inline void load(const char *restrict from, int64_t dtype, int width, int
     for (int i = width; i < size; i++) values[i] = 0;
 }
 
-/* Compute values = x - base for `width` elements of a block, and fill `values` up to `size` with zeros. */
+/* Compute values = x - base for `width` elements of a block, and fill `values` with zeros up to `size` elements. */
 LOOP void subtract(
     const float *restrict x, const char *restrict base, int64_t dtype, int width, int size, float *restrict values
 ) {
@@ -276,7 +276,7 @@ static void move(const char *from, int64_t from_dtype, int64_t count, int64_t to
     }
 }
 
-/* values += more */
+/* Add the `size` elements of `more` to `values`, in place. */
 LOOP void add(const float *restrict more, int size, float *restrict values) {
     for (int i = 0; i < size; i++) values[i] += more[i];
 }

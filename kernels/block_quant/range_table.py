@@ -11,7 +11,7 @@ Table rows of quantized segments come first, so that a segment has the same row 
 
 Error feedback stores the errors of the last quantization and adds them back before the next one. The buffer of errors
 is itself a message of the quantized segments, in int8 and with the block size of the sent message. So it takes about
-one byte per element; compared with fp32 it loses nothing measurable. For a block that was not finite the buffer stores
+one byte per element; compared with fp32 it loses nothing measurable. For a block with NaN or Inf the buffer stores
 no error (scale 0, payload 0), so that one bad step does not affect later ones.
 """
 
@@ -40,8 +40,8 @@ class RangeTable:
     Attributes:
         num_ranges: number of segments, the rows of the table for C.
         address: host memory address of the table for C.
-        repeats: for each key of a Triton launch (`_launch_of`), a function that repeats this launch for other
-            addresses.
+        repeats: for each key of a Triton launch (`_launch_of`), a function that repeats this launch for
+            tensors at other addresses.
     """
 
     def __init__(self, layout: MessageLayout, dtype: torch.dtype) -> None:
@@ -65,10 +65,10 @@ class RangeTable:
         return range_table(feedback_layout(self.layout), torch.float32)
 
     def tiles(self, device: torch.device, size: int) -> torch.Tensor:
-        """Return the table for Triton, [tiles, 4] int64 on `device`, with one row per tile.
+        """Return the table that tells each Triton program where its tile is, [number of tiles, 4] int64 on `device`.
 
-        The first call for a device and size creates the table. It takes 32 bytes per tile, 0.008 bytes per element for
-        tiles of 4096.
+        Row i describes tile i; the top of this file describes the four columns. The first call for a device and size
+        creates the table. It takes 32 bytes per tile, 0.008 bytes per element for tiles of 4096.
 
         Args:
             device: device on which the kernels run.
@@ -76,16 +76,17 @@ class RangeTable:
         """
         found = self._tiles.get((device, size))
         if found is None:
-            # An evaluation in inference mode may create the table that training uses later, so the table is a
-            # normal tensor.
+            # An evaluation in inference mode may create the table that training uses later. So create a normal
+            # tensor, because torch restricts the use of inference tensors outside of inference mode.
             with torch.inference_mode(False):
                 found = self._tiles[device, size] = self._cut(size).to(device)
         return found
 
     def _cut(self, size: int) -> torch.Tensor:
-        """Cut the segments into tiles of up to `size` elements, and return their rows [tiles, 4] int64 on the CPU.
+        """Cut the segments into tiles of up to `size` elements, and return the table of the tiles.
 
-        The columns are start, size, payload and scales, as described at the top of this file.
+        The table is [number of tiles, 4] int64 on the CPU, with one row per tile. The columns are start, size, payload
+        and scales, as described at the top of this file.
         """
         rows, fmt = [], self.layout.fmt
         for part in self.layout.ranges:
@@ -147,14 +148,15 @@ class Feedback(NamedTuple):
     def segments(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return error feedback's stored quantization errors of each quantized segment, as views of this buffer.
 
-        The views of a segment are the int8 integers [..., bytes] uint8 and the blocks' scales [..., blocks] bf16.
+        The list has one pair of views per segment: the bytes of the int8 integers, [..., bytes] uint8, and the blocks'
+        scales, [..., blocks] bf16.
         """
         spans = [(part.payload, part.scales) for part in self.table.layout.ranges if part.scales is not None]
         return [(span_of(self.messages, p), span_of(self.messages, s).view(torch.bfloat16)) for p, s in spans]
 
     @property
     def scales(self) -> torch.Tensor:
-        """A view [..., blocks] bf16 of the scales of all stored quantization errors, which lie next to each other."""
+        """A view [..., blocks] bf16 of the scales of all stored quantization errors, which are adjacent in memory."""
         spans = [part.scales for part in self.table.layout.ranges if part.scales is not None]
         return self.messages[..., spans[0][0] : sum(spans[-1])].view(torch.bfloat16)
 

@@ -169,7 +169,7 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 def _constant(value: float, like: Tensor) -> Tensor:
-    """Return `value` as an fp32 scalar tensor on the device of `like`, for any default dtype and device of torch."""
+    """Return `value` as an fp32 scalar tensor on the device of `like`, independent of torch's default dtype."""
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 

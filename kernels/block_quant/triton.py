@@ -140,10 +140,10 @@ def _pack_kernel(
     BITS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, BASE: tl.constexpr, FEEDBACK: tl.constexpr,
     AVERAGE: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    """Quantize or copy one tile of x into its message: minus the base if BASE, plus the stored errors if FEEDBACK.
+    """Quantize one tile of x into its message, or copy the tile if its segment is not quantized.
 
-    With AVERAGE the error that is stored for the next call is `rest` times the new error plus `beta` times the earlier
-    one.
+    Before quantization the base is subtracted if BASE, and the stored errors are added if FEEDBACK. With AVERAGE the
+    error that is stored for the next call is `rest` times the new error plus `beta` times the earlier error.
     """
     # ---- move all pointers to this program's row, and load where its tile is in the data and in the message
     a, b = _row()
@@ -233,8 +233,8 @@ def _unpack_sum_kernel(
 ):  # fmt: skip
     """Dequantize one tile of K messages, and sum the K results into `out`.
 
-    The sum starts with the values in `out` if ONTO_QUANTIZED, for a quantized tile, or ONTO_EXACT, for an unquantized
-    one.
+    For a quantized tile, the sum starts with the values in `out` if ONTO_QUANTIZED is True. For an unquantized tile,
+    the sum starts with these values if ONTO_EXACT is True.
     """
     a, b = _row()
     messages += a * messages_a + b * messages_b

@@ -45,9 +45,11 @@ def load_sum(
     payload, scales, start, payload_k, scales_k, left,
     BITS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, ACCUMULATE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize one tile of K messages, and return the sum in fp32 as halves [ROWS, HALF], added in the order 0..K-1.
+    """Dequantize one tile of each of K messages, and return the sum of the K results, added in the order 0..K-1.
 
-    With ACCUMULATE the sum starts with the elements at the pointer `start`.
+    The sum is returned as two fp32 tensors [ROWS, HALF]: the first and the second halves of the tile's ROWS blocks,
+    where HALF is half of the block size. With ACCUMULATE the sum starts with the tile of elements at the pointer
+    `start`.
     """
     if ACCUMULATE:
         low, high = load_data(start, left, BLOCK, WHOLE)
@@ -67,7 +69,11 @@ def load_sum(
 
 @triton.jit
 def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Load a tile of elements as low and high halves [ROWS, HALF] in fp32, with zeros after the segment's end."""
+    """Load a tile of elements as two fp32 tensors, with zeros after the segment's end.
+
+    The two tensors [ROWS, HALF] have the first and the second halves of the tile's ROWS blocks, where HALF is half of
+    the block size.
+    """
     low = _offsets(BLOCK, BLOCK // 2, BLOCK)
     high = low + BLOCK // 2
     return to_float(_load(data + low, low < left, WHOLE)), to_float(_load(data + high, high < left, WHOLE))
@@ -75,7 +81,11 @@ def load_data(data, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def store_data(data, low_values, high_values, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Store a tile, given as halves [ROWS, HALF] in fp32, in the dtype of `data`, up to the end of the segment."""
+    """Store a tile of fp32 elements at the pointer `data`, in the dtype of `data`, up to the end of the segment.
+
+    `low_values` and `high_values` [ROWS, HALF] have the first and the second halves of the tile's ROWS blocks, where
+    HALF is half of the block size.
+    """
     low = _offsets(BLOCK, BLOCK // 2, BLOCK)
     high = low + BLOCK // 2
     _store(data + low, _from_float(low_values, data.dtype.element_ty), low < left, WHOLE)
@@ -100,7 +110,11 @@ def store_elements(data, values, left, WHOLE: tl.constexpr):
 
 @triton.jit
 def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Load and dequantize a tile, and return halves [ROWS, HALF] in fp32, in which integer times scale is exact."""
+    """Load and dequantize a tile, and return it as two fp32 tensors; fp32 represents integer times scale exactly.
+
+    The two tensors [ROWS, HALF] have the first and the second halves of the tile's ROWS blocks, where HALF is half of
+    the block size.
+    """
     used = _used(left, BLOCK)
     scale = to_float(_load(scales + tl.arange(0, _TILE // BLOCK), used, WHOLE))[:, None]
     offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
@@ -132,17 +146,18 @@ def store_integers(
 
 @triton.jit
 def store_scales(scales, scale, left, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Store the scales [ROWS] of a tile's blocks as bf16; they are given in fp32 and are exact in bf16."""
+    """Store the scales of a tile's blocks as bf16; `scale` [number of blocks] is fp32, but exact in bf16."""
     bits = (scale.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     _store(scales + tl.arange(0, _TILE // BLOCK), bits, _used(left, BLOCK), WHOLE)
 
 
 @triton.jit
 def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.constexpr):
-    """Return the scales of a tile's blocks, their inverses, and True for blocks without NaN and Inf, each [ROWS].
+    """Return three tensors [ROWS] for the ROWS blocks of a tile: scales, inverses of the scales, and a mask.
 
-    The tile is given as halves [ROWS, HALF]. Scales are fp32 that is exact in bf16; `BlockFormat` has the formulas. A
-    scale that would be subnormal, and the scale of a block with NaN or Inf, is 0 with inverse 0.
+    The mask is True for blocks without NaN and Inf. `low` and `high` [ROWS, HALF] have the first and the second halves
+    of the blocks. Scales are fp32 that is exact in bf16; `BlockFormat` has the formulas. A scale that would be
+    subnormal, and the scale of a block with NaN or Inf, is 0 with inverse 0.
     """
     # ---- compute the absolute value of each block's scale, as bits, and its sign
     if BITS == 8:
@@ -194,8 +209,9 @@ def _bits(x):
 def round_shifted(x, inverse, BITS: tl.constexpr, CLIP: tl.constexpr):
     """Round x * inverse half to even to the integers q, and return q + _MAGIC in fp32, whose low bits are q.
 
-    For int4 return q + 8 + _MAGIC, because messages store q + 8. With CLIP, q is clipped to -8..7. x [ROWS, HALF] has
-    the low or the high halves of a tile's blocks, and `inverse` [ROWS] is 1 / scale of each block.
+    _MAGIC is 1.5 * 2^23. For int4 return q + 8 + _MAGIC, because messages store q + 8. With CLIP, q is clipped to
+    -8..7. x [ROWS, HALF] has the first or the second halves of a tile's ROWS blocks, and `inverse` [ROWS] is 1 / scale
+    of each block.
     """
     shifted = x * inverse[:, None] + (_MAGIC + (8.0 if BITS == 4 else 0.0))
     if CLIP:
@@ -211,7 +227,10 @@ def unshift(shifted, BITS: tl.constexpr):
 
 @triton.jit
 def _byte_to_float(byte, OFFSET: tl.constexpr):
-    """Return byte - OFFSET in fp32, where `byte` is 0..255 in int32, by inserting it into the mantissa of 2^23."""
+    """Return byte - OFFSET in fp32, where `byte` is 0..255 in int32.
+
+    The byte is inserted into the mantissa of 2^23, because the GPU's conversion of integers to floats is slower.
+    """
     return (byte | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)
 
 
@@ -260,11 +279,14 @@ def _store(pointers, values, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _offsets(BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
-    """Return offsets [ROWS, COLUMNS] of each block's first COLUMNS items in a tile, with blocks STRIDE items apart."""
+    """Return the offsets in a tile of the first COLUMNS items of each block, [number of blocks, COLUMNS].
+
+    Items are elements or bytes. Consecutive blocks of the tile are STRIDE items apart.
+    """
     return tl.arange(0, _TILE // BLOCK)[:, None] * STRIDE + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
 def _used(left, BLOCK: tl.constexpr):
-    """Return a mask [ROWS]: True for the blocks of a tile that begin before the segment's end."""
+    """Return a mask [number of blocks]: True for the blocks of a tile that begin before the segment's end."""
     return tl.arange(0, _TILE // BLOCK) * BLOCK < left

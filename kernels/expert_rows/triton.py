@@ -68,7 +68,10 @@ def combine_backward(
 
 
 def _columns(width: int) -> dict[str, int]:
-    """Return keyword arguments of the kernels that process tokens of `width` elements: constants and `num_warps`."""
+    """Return keyword arguments of kernels that process tokens of `width` elements: WIDTH, COLUMNS and `num_warps`.
+
+    COLUMNS is the number of elements per iteration, a power of two.
+    """
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     return {"WIDTH": width, "COLUMNS": columns, "num_warps": max(1, min(NUM_WARPS, columns // 256))}
 

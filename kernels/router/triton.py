@@ -170,7 +170,8 @@ def _route_kernel(
 def _factors(x, scores, chosen, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, TOP_K: tl.constexpr):
     """Return the factors of the chosen experts' outputs before scaling, and the divisor that normalized them.
 
-    All tensors are [BLOCK, EXPERTS]: x the logits, `scores` their sigmoids or softmax, and `chosen` True for the
+    The factors are [BLOCK, EXPERTS], with unused values for experts that were not chosen. The divisor is [BLOCK, 1].
+    The arguments are [BLOCK, EXPERTS]: x the logits, `scores` their sigmoids or softmax, and `chosen` True for the
     experts that a token has chosen.
     """
     if SIGMOID:
@@ -194,7 +195,8 @@ def _sum_kernel(
     """Add up the sums over tokens that `_route_kernel` has written for each block of tokens, in one program.
 
     The kernel writes how often the tokens of each sample chose each expert [B, E], and each sample's loss [B]. With
-    COUNTS it also adds these numbers to the router's totals, from which metrics are computed.
+    COUNTS it also adds this call's choices, normalized scores, tokens and entropies to the router's `totals`, from
+    which metrics are computed.
     """
     expert, size = tl.arange(0, EXPERTS), 2 * num_experts + 2
     inside = expert < num_experts
@@ -236,7 +238,8 @@ def _backward_kernel(
 ):  # fmt: skip
     """Compute the gradient of the router's logits for one block of tokens.
 
-    It comes from the gradients of the factors of experts' outputs (`of_weight`) and of the router losses (`of_loss`).
+    The kernel computes it from the gradients of the factors of experts' outputs (`of_weight`) and of the router losses
+    (`of_loss`).
     """
     x, token, expert, there, index = _load(logits, tokens, num_experts, BLOCK, EXPERTS)
     softmax, logsumexp = _softmax(x)

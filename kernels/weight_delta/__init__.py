@@ -6,8 +6,8 @@ Sender and receiver hold the same old weights. From the message the receiver res
     message [M] uint8: | bytes needed, elements left out: int64 each | kinds [B] | halves [B] | bodies [C] |
 
 The weights are cut into B blocks of 256 elements, regardless of parameter boundaries. A block's body holds the encoded
-changes of its elements, and its kind says in which way they are encoded. `halves` are the bytes of the bodies / 2, and
-`kinds` and `halves` together are padded to a multiple of 16 bytes. The bodies of all blocks share a capacity of C
+changes of its elements, and its kind says in which way they are encoded. `halves` has half of each body's size in
+bytes, and `kinds` and `halves` together are padded to a multiple of 16 bytes. The bodies of all blocks share a capacity of C
 bytes. A block whose body would end beyond the capacity is left out. Its weights then stay unchanged at every receiver
 and in the sender's copy of what receivers hold, so the next delta contains these changes.
 
@@ -49,7 +49,8 @@ def message_bytes(size: int, capacity: int | None = None) -> int:
 def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
     """Encode the lossless delta from `old` to `new` weights into a message.
 
-    Blocks whose changes do not fit into the message are left out; `numbers` tells how many elements that concerns.
+    Blocks whose changes do not fit into the message are left out. `numbers` returns how many changed elements these
+    blocks have.
 
     Args:
         new: [S] bf16 or fp16, contiguous, the new weights.
@@ -101,9 +102,10 @@ def _num_blocks(size: int) -> int:
 
 
 def _parts(messages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of messages [N, M]: the blocks' kinds [N, B], their halves [N, B] and the bodies [N, C].
+    """Return views of three parts of messages [N, M]: `kinds` [N, B], `halves` [N, B] and the bodies [N, C].
 
-    The top of this file describes these parts of a message.
+    `kinds` has the kind of each block's body, `halves` half of the body's size in bytes, and the bodies the encoded
+    changes. The top of this file describes them.
 
     Args:
         messages: [N, M] uint8 messages with lossless deltas.

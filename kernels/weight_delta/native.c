@@ -270,7 +270,7 @@ INLINE int body_of(
         size = dense;
         *kind = c;
     }
-    /* ---- the sparse body, if it is the shortest; each change takes at least a byte and a bit */
+    /* ---- the sparse body, if it is the shortest; each change takes at least a byte (position) and a bit (quotient) */
     if (count <= MOST_POSITIONS && 1 + count + (count + 7) / 8 <= size) {
         uint16_t places[MOST_POSITIONS + 64], values[MOST_POSITIONS + 1], low[MOST_POSITIONS + 1];
         uint8_t differs[BLOCK], bits[BLOCK / 8], one[MOST_POSITIONS + 1];

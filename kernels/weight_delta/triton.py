@@ -1,8 +1,8 @@
 """Lossless deltas of CUDA tensors in Triton: each program encodes one block of weights; reference.py defines the bytes.
 
 A block's body, its encoded changes, starts where the bodies of all earlier blocks end. So encoding takes three kernels.
-The first measures the bodies, the second computes the prefix sum of their lengths in one program, and the third writes
-the bodies, by atomic or into zeroed words. The host never waits.
+The first measures the bodies, and the second computes the prefix sum of their lengths in one program. The third writes
+the bodies into zeroed 32-bit words by atomic OR operations. The host never waits.
 """
 # Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
 # are pointers and tensors on the device.
@@ -150,8 +150,8 @@ def _measure_kernel(
 def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
     """Compute where each block's body starts in the message, and write these offsets to the last row of `plan`.
 
-    The offset is -1 for a block that is left out. The kernel also writes the kinds, halves and counters of the message.
-    One program handles all blocks.
+    The offset is -1 for a block that is left out. The kernel also writes the message's kinds, halves (size of
+    each body in bytes / 2) and two counters. One program handles all blocks.
     """
     first, wanted, left_out = 0, 0, 0
     while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
@@ -193,9 +193,9 @@ def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
 
 @triton.jit
 def _put(words, bit, value, width, mask):
-    """Write the low `width` bits of `value`, at most 16, at bit number `bit` of zeroed 32-bit words, under a mask.
+    """Write the low `width` bits of `value`, at most 16, at bit number `bit` of zeroed 32-bit words.
 
-    Several lanes may write to one word, so each write is an atomic or.
+    Lanes where `mask` is False write nothing. Several lanes may write to one word, so each write is an atomic OR.
     """
     word, shift = words + (bit >> 5), (bit & 31).to(tl.int32)
     tl.atomic_or(word, value << shift, mask=mask, sem="relaxed")
@@ -285,7 +285,7 @@ def _decode_kernel(
 
 @triton.jit
 def _places(body, rank, mask, sparse):
-    """Return the positions in the block of the weights to which the values with the numbers `rank` in its body belong.
+    """Return the positions in a block of weights that belong to the encoded values number `rank` of the block's body.
 
     A sparse body lists the positions; in a dense body value i belongs to weight i. For a sparse body the result is 0
     where `mask` is False.
@@ -307,7 +307,7 @@ def _known(weights, place, mask, c, valid, SHIFT: tl.constexpr, MASK: tl.constex
 
 @triton.jit
 def _bit(data, bit, num_bits):
-    """Return the bits number `bit` of the bytes at `data`, each as 0 or 1; 0 outside of 0..num_bits - 1.
+    """Return the bits with the numbers `bit` of the bytes at `data`, each as 0 or 1; 0 outside of 0..num_bits - 1.
 
     Bits are numbered from the lowest bit of the first byte.
     """
