@@ -37,8 +37,8 @@ class GradNorm(NamedTuple):
     Attributes:
         value: fp32 scalar, the norm of all gradients divided by `divisor`; equal on all ranks.
         names: names of the parameters that have a gradient.
-        squares: [len(names)] fp64, for each gradient this rank's summand of the squared norm, before the division by
-            `divisor`. The sum over tp and shard ranks is the squared norm.
+        squares: [len(names)] fp64, for each gradient this rank's summand of the gradient's squared norm, before the
+            division by `divisor`. The sum over tp and shard ranks is the squared norm of the whole gradient.
         divisor: loss scale, by which the gradients will be divided.
     """
 

@@ -72,7 +72,7 @@ def row_dtype(compute_dtype: torch.dtype) -> torch.dtype:
 
 
 class Orthogonalizer:
-    """Orthogonalization of Muon's updates for matrices that are sharded over ranks; the top of the file explains it.
+    """The object that orthogonalizes Muon's updates of sharded matrices; the top of this file explains the steps.
 
     Args:
         parameters: parameters that hold the matrices, in the same order on all ranks.
@@ -130,7 +130,8 @@ class Orthogonalizer:
     def buffer_bytes(self, iteration: int) -> int:
         """Return the bytes that Muon's buffers take on this rank in the training step `iteration`, for `--plan`.
 
-        They hold the rows that the rank sends, the matrices that it owns, and in a full step the messages of all nodes.
+        The buffers hold the rows that this rank sends and the matrices that it owns. In a full step they also hold the
+        messages of all nodes, and the rows that are unpacked from them.
         """
         full, peer, layout = self.is_full(iteration), self._node.rank // self._layout.tp, self._codec.layout
         gathered = self._cross.size * (self._dtype.itemsize * layout.size + layout.message_bytes) if full else 0
@@ -150,7 +151,7 @@ class Orthogonalizer:
 
         Returns:
             This rank's shards of the orthogonalized and scaled matrices (s X in the formula at the top of this file),
-            shaped like `updates`, in the dtype of communication.
+            shaped like `updates`, in the dtype in which rows are communicated.
         """
         # ---- take this rank's shards of the updates. In a full step also gather the shards of its peers, the ranks
         # with the same local and tensor-parallel index on other nodes
@@ -208,7 +209,7 @@ class Orthogonalizer:
 
         Args:
             block: rows of one matrix that are orthogonalized together.
-            shards: for each parameter, the shards of this rank's peers on `nodes`.
+            shards: for each parameter, one shard per node in `nodes`: this rank's shard, or that of its peer there.
             nodes: indices of the nodes whose rows are orthogonalized together.
         """
         for node, shard in zip(nodes, shards[block.parameter], strict=True):
@@ -216,12 +217,14 @@ class Orthogonalizer:
             yield shard if index is None else shard[index]
 
     def _index(self, block: MatrixBlock, node: int, device: torch.device) -> torch.Tensor | None:
-        """Return the indices of the rows of a peer's shard that belong to a matrix; None if all rows do.
+        """Return the indices of the rows of a parameter's shard that belong to one of its matrices; None for all rows.
 
-        `block` describes the rows of this matrix on this rank.
+        The result is int64 on `device`, and is cached. It is None if the parameter holds a single matrix.
 
-        The peer is the rank on `node` with this rank's local and tensor-parallel index. The row indices are int64 on
-        `device`, and are cached.
+        Args:
+            block: block of rows of the matrix, which has the indices of the parameter and of the matrix.
+            node: node whose shard is meant: that of the rank with this rank's local and tensor-parallel index.
+            device: device of the indices.
         """
         parameter = self.parameters[block.parameter]
         if len(parameter.rows) == 1:
@@ -310,7 +313,7 @@ class JointOrthogonalizer:
     The two differ in the axes over which their matrices are sharded. The methods are those of `Orthogonalizer`.
 
     Args:
-        parts: one or two orthogonalizers; one without matrices is left out.
+        parts: one or two orthogonalizers. An orthogonalizer that has no matrices is left out.
     """
 
     def __init__(self, parts: Sequence[Orthogonalizer]) -> None:
@@ -328,7 +331,8 @@ class JointOrthogonalizer:
     def buffer_bytes(self, iteration: int) -> int:
         """Return the bytes that Muon's buffers take on this rank in the training step `iteration`, for `--plan`.
 
-        This is the larger number of the dense matrices' and the experts' buffers, which are not in use at once.
+        The buffers for dense matrices and those for experts' matrices are not in use at the same time. So the result is
+        the larger of the two sizes.
         """
         return max((part.buffer_bytes(iteration) for part in self._parts), default=0)
 

@@ -27,9 +27,10 @@ class LayerMatrix(NamedTuple):
         name: name of the parameter.
         shape: shape of the parameter on one tensor-parallel rank, before FSDP2 shards it.
         split: dimension that is split over tensor-parallel ranks; None if the parameter is replicated over them.
-        rows: numbers of consecutive rows of each matrix, in a pattern that repeats over the parameter.
+        rows: for each matrix, the number of consecutive rows that belong to it, in a pattern that repeats over the
+            parameter.
         transposed: True if rows are inputs and columns outputs, as in the output matrices of experts.
-        expert: True for a parameter of a mixture of experts' experts, which expert-parallel ranks split.
+        expert: True for a parameter of experts, which is split over expert-parallel instead of tensor-parallel ranks.
     """
 
     name: str
@@ -121,7 +122,8 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
     Returns:
         Groups of blocks with equal shape and orientation; each group is sorted by owner.
     """
-    # ---- for each matrix that Muon trains, make the block of its rows on `nodes`; the block's owner is chosen below
+    # ---- for each matrix that Muon trains, count its rows on each rank of `nodes`, and describe these rows by a
+    # MatrixBlock. Its owner, the rank that orthogonalizes it, is still a placeholder (0)
     tp, shards, found = layout.tp, layout.shard, []
     for index, parameter in enumerate(parameters):
         (num_rows, columns), split = parameter.shape, parameter.split or 0
@@ -138,7 +140,7 @@ def plan_blocks(parameters: Sequence[LayerMatrix], layout: Layout, nodes: Sequen
             shape = (tp * total, columns) if split == 0 else (total, tp * columns)
             if total:
                 found.append(MatrixBlock(index, part, shape, counts, columns, split, parameter.transposed, owner=0))
-    # ---- choose the owner of each block, so that all ranks have about equal work
+    # ---- choose the owner of each block of rows, so that all ranks of a node have about equal work
     work = [0] * (tp * layout.local)
     groups: dict[tuple[tuple[int, int], bool], list[MatrixBlock]] = {}
     for block in sorted(found, key=lambda block: -block_cost(block.shape)):
