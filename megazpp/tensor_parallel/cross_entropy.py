@@ -69,7 +69,8 @@ def linear_cross_entropy(
         vocab_size: number of token ids. Rows of the weight from here on are padding: they must be finite, do not change
             the results, and get zero gradients.
         temperature: divisor of the logits, applied in fp32.
-        with_entropy: True also returns the entropy of each token's distribution, in nats and without a gradient.
+        with_entropy: True also returns the entropy of the model's distribution over the vocabulary at each token, in
+            nats and without a gradient.
         fuse: function that fuses the elementwise work on a chunk's logits into one kernel for forward and one for
             backward, such as `torch_compiled`; None for eager operations on one block of tokens after another.
         chunk_bytes: largest size of a chunk's logits in bytes. A chunk always has at least 128 columns.
@@ -236,7 +237,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _distribution(
     logits: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the logsumexp and the entropy of the distribution softmax(logits / temperature) of each token.
+    """Return the logsumexp and the entropy of softmax(logits / temperature) of each token, over the columns of a chunk.
 
     Args:
         logits: [n, C] logits of n tokens in one chunk of columns.

@@ -72,7 +72,8 @@ def _draw_experts_(
     """Initialize a parameter of E experts in place; only experts whose rows this rank holds are generated.
 
     Args:
-        parameter: [E F, H] local tensor, or DTensor whose rows are sharded. F: rows of an expert's matrix.
+        parameter: [E F, H] local tensor, or DTensor whose rows are sharded. F, H: rows and columns of an expert's
+            matrix.
         name: name of the parameter in the model.
         spec: specification with the distribution of the values. All its `matrices` have F rows.
         seed: seed of the run.
@@ -98,7 +99,8 @@ def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis, device:
 
     Args:
         model: model whose parameters are updated in place.
-        copies: axes along which ranks hold equal shards, to which the values are copied.
+        copies: axes along which all ranks hold equal shards. The first rank of each axis sends its values to the
+            others.
         tp: tensor-parallel axis. Parameters that are not split over it are copied along it as well.
         device: device on which the collectives run. The parameters may be in host memory.
     """

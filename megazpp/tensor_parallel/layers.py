@@ -50,8 +50,8 @@ class Adapter(nn.Module):
     def adds(self) -> bool:
         """True if the layer must add the adapter's term to its output.
 
-        This is so while the adapter is enabled. If `has_reference` is True, it is always so, because the layer of the
-        reference model has a term too.
+        The term is added while the adapter is enabled. If `has_reference` is True, a term is always added: an adapter
+        that is not enabled then computes the term of the reference model from its initial matrices.
         """
         return self.enabled or self.has_reference
 
@@ -129,8 +129,8 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
     weights = [local(layer.weight) for layer in layers]
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
     # The operation below overlaps the collectives of backward with matrix products. It does not return the gathered
-    # input, which an adapter needs. On one rank it serves only eager code with several layers, whose gradients of x it
-    # sums without autograd.
+    # input, which an adapter needs. On a single rank it is used only for several layers in eager mode, where it sums
+    # the layers' gradients of x without autograd.
     adapted = any(layer.adapter is not None and layer.adapter.adds for layer in layers)
     together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
     if product is None and together and torch.is_grad_enabled() and x.requires_grad and not adapted:

@@ -89,15 +89,18 @@ def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[N
 
 
 def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Return where a module and its submodules hold their parameters, for `local_parameters`.
+    """Return the places of all parameters of a module and its submodules, which `local_parameters` needs.
 
-    There is one pair per parameter: the dict `_parameters` of the submodule that owns it, and its name in this dict.
+    A place is a pair: the dict `_parameters` of the submodule that owns the parameter, and its name in this dict.
     """
     return [(each._parameters, name) for each in module.modules() for name in each._parameters]
 
 
 class _Locals(torch.autograd.Function):
-    """The autograd function that converts DTensor parameters to local tensors, and in backward local gradients back."""
+    """The autograd function that converts DTensor parameters to local tensors in forward.
+
+    Backward converts the gradients of the local tensors to DTensors with the placements of the parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, *parameters: DTensor) -> tuple[torch.Tensor, ...]:
