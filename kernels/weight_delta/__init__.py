@@ -7,9 +7,9 @@ Sender and receiver hold the same old weights. From the message the receiver res
 
 The weights are cut into B blocks of 256 elements, regardless of parameter boundaries. A block's body holds the encoded
 changes of its elements, and its kind says in which way they are encoded. `halves` has half of each body's size in
-bytes, and `kinds` and `halves` together are padded to a multiple of 16 bytes. The bodies of all blocks share a capacity of C
-bytes. A block whose body would end beyond the capacity is left out. Its weights then stay unchanged at every receiver
-and in the sender's copy of what receivers hold, so the next delta contains these changes.
+bytes, and `kinds` and `halves` together are padded to a multiple of 16 bytes. The bodies of all blocks share a capacity
+of C bytes. A block whose body would end beyond the capacity is left out. Its weights then stay unchanged at every
+receiver and in the sender's copy of what receivers hold, so the next delta contains these changes.
 
 Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton` (for CUDA tensors) and `reference`
 (which defines the bodies, and serves CPUs without a C compiler).
