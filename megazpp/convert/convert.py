@@ -157,7 +157,8 @@ def export(
         ids, ends = write_tokenizer_files(folder, tokenizer), {None if tokenizer is None else tokenizer.eod}
         ids |= {name: _inside(name, value, model.rows, say) for name, value in ids.items() if name.endswith("_id")}
         ends |= {*eos} if isinstance(eos := ids.get("eos_token_id"), list) else {eos}
-        if HEAD in model.tensors and SCORE_PAD in record.flags:  # a reward model that was converted from Hugging Face
+        # A reward model that was converted from Hugging Face keeps its padding token
+        if HEAD in model.tensors and SCORE_PAD in record.flags:
             ids["pad_token_id"] = record.flags[SCORE_PAD]
         elif HEAD in model.tensors and ids.get("pad_token_id") in (None, *ends):
             # With eos as padding token, transformers would take the score at the token before eos, not at the last one.
@@ -253,7 +254,7 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
 
 
 def _described(model: Model) -> str:
-    """Return the end of a log line about a written model: numbers of parameters and tokens, and the dtype."""
+    """Return the end of a log line about a written model: number of parameters, dtype, and vocabulary size."""
     parameters = sum(torch.Size(entry.shape).numel() for entry in model.tensors.values())
     return f": {parameters:,} parameters, {model.dtype}, {model.rows:,} tokens"
 

@@ -68,7 +68,8 @@ class Gpt2:
 
     model_type, class_name, fused, predicts = "gpt2", "GPT2LMHeadModel", False, False
     prefix = "transformer."
-    buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")  # attention masks in older files
+    # Older files contain attention masks, which are not weights
+    buffers = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
     def read(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of GPTConfig that a GPT-2 config.json defines.
@@ -93,7 +94,7 @@ class Gpt2:
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of Hugging Face's GPT-2."""
+        """Return, by the name of each tensor of `GPTModel`, the corresponding tensors of Hugging Face's GPT-2."""
         modules = {"embedding.word": "transformer.wte", "embedding.position": "transformer.wpe"}
         modules |= {"final_norm": "transformer.ln_f"} | ({} if config.tied else {"output": "lm_head"})
         parts = {"attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.proj": "attn.c_proj"}
@@ -176,7 +177,8 @@ class Relative:
     """
 
     prefix: ClassVar[str] = "model."
-    buffers: ClassVar[re.Pattern[str]] = re.compile(r".*rotary_emb\.inv_freq")  # rotary frequencies, in older files
+    # Older files contain rotary frequencies, which are not weights
+    buffers: ClassVar[re.Pattern[str]] = re.compile(r".*rotary_emb\.inv_freq")
     predicts: ClassVar[bool] = False
     model_type: str
     class_name: str
@@ -268,12 +270,13 @@ class Relative:
             "tie_word_embeddings": config.tied,
             **dict.fromkeys(self.dropouts, config.hidden_dropout),
             **dict.fromkeys(self.biases, config.linear_bias),
-            "pad_token_id": None,  # without this entry, the family's default applies, which may exceed the vocabulary
+            # Without this entry, transformers uses the family's default padding token, which may exceed the vocabulary
+            "pad_token_id": None,
             **found,
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of the family's models."""
+        """Return, by the name of each tensor of `GPTModel`, the corresponding tensors of the family's models."""
         modules = {"embedding.word": "model.embed_tokens", "final_norm": "model.norm"}
         modules |= {} if config.tied else {"output": "lm_head"}
         parts = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

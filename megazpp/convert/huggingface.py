@@ -41,8 +41,9 @@ from megazpp.data.tokenizer_folder import CONFIG, find_tokenizer, import_package
 from megazpp.model.config import GPTConfig
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # transformers reads the first that exists
-FILE_BYTES = 5 * 10**9  # largest size of a safetensors file, as in transformers
+# Files of weights in a Hugging Face folder. If several exist, transformers reads the first of them.
+_FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+FILE_BYTES = 5 * 10**9  # largest size of a safetensors file in bytes, as in transformers
 # If a folder has the file ADAPTER, from_pretrained changes the weights by an adapter. If a folder has files that match
 # SHARDS, from_pretrained reads the weights in these files instead of those in the model's files.
 ADAPTER, SHARDS = "adapter_config.json", "shard-*-model-*-of-*.safetensors"
@@ -200,7 +201,7 @@ def class_name(model: Model) -> str:
 
 
 def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
-    """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of a Hugging Face model.
+    """Return, by the name of each tensor of `GPTModel`, the corresponding tensors of a Hugging Face model.
 
     The Hugging Face model is of the first family that can represent a model of this architecture.
     """
@@ -208,7 +209,7 @@ def model_pieces(config: GPTConfig) -> dict[str, ForeignTensors]:
 
 
 def _pieces(architecture: Architecture, config: GPTConfig, *, scores: bool) -> dict[str, ForeignTensors]:
-    """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of a Hugging Face model.
+    """Return, by the name of each tensor of `GPTModel`, the corresponding tensors of a Hugging Face model.
 
     Args:
         architecture: family of the model.
@@ -251,7 +252,7 @@ def _differences(architecture: Architecture, config: GPTConfig) -> list[str]:
     config = replace(config, max_position_embeddings=config.max_position_embeddings or 1)
     try:
         back = GPTConfig(**architecture.read(Settings(architecture.write(config), architecture.class_name)))
-    except ValueError:  # the family does not support one of the values at all
+    except ValueError:  # the family does not support a value of `config` at all
         return list(SHAPE)
     pairs = asdict(config), asdict(back)
     changed = [name for name, derived in SHAPE.items() if getattr(config, derived) != getattr(back, derived)]

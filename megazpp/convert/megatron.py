@@ -52,9 +52,10 @@ _HARMLESS = ("megatron.", "apex.", "deepspeed.", "transformer_engine.", "fp16.",
 _HARMLESS_NAMES = ("_codecs.encode", "_io.BytesIO", "types.SimpleNamespace", "enum.Enum")
 # Errors that torch and pickle raise for damaged files.
 _DAMAGE = (OSError, zipfile.BadZipFile, RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError)
-# The name of a parameter in a layer: number of the layer, module, and "weight" or "bias"
+# Matches the name of a parameter in a layer; the groups are the layer's number, the module, and "weight" or "bias"
 _LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
-# The name of a norm's parameter inside of Transformer Engine's linear layers, and for each such layer its norm
+# In Transformer Engine, a linear layer may contain the norm before it. The pattern matches the names of such norms'
+# parameters, and the dictionary has the norm's usual name for each linear layer.
 _FUSED_NORM = re.compile(r"(.*\.)(?:self_attention\.|mlp\.)(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)")
 _FUSED_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
 _LAYER_NAMES = {  # name of a layer's module in Megatron-LM, without the "self_" of self_attention: name in `GPTModel`
@@ -156,7 +157,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     done, consumed = ranks[0].get("iteration"), getattr(arguments, "consumed_train_samples", 0)
     names = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings]
     tokenizer: dict[str, Any] = {name: settings.text(name) for name in names}
-    here = all(Path(file).exists() for file in tokenizer.values())  # paths of another machine do not exist here
+    here = all(Path(file).exists() for file in tokenizer.values())  # False for another machine's paths
     return checked_model(config, tensors, where)._replace(
         progress=TrainingProgress(done if isinstance(done, int) else 0, consumed, consumed),
         seq_length=settings.count("seq_length", config.max_position_embeddings),
@@ -289,7 +290,7 @@ def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[
 
 def _our_name(name: str) -> str | None:
     """Return the name in `GPTModel` of a tensor in a Megatron-LM checkpoint; None for an unknown name."""
-    if fused := _FUSED_NORM.fullmatch(name):  # Transformer Engine's linear layer contains the norm before it
+    if fused := _FUSED_NORM.fullmatch(name):  # a norm inside Transformer Engine's linear layer
         name = f"{fused[1]}{_FUSED_NORMS[fused[2]]}.{fused[3]}"
     if layer := _LAYER.fullmatch(name):
         ours = _LAYER_NAMES.get(layer[2].removeprefix("self_"))

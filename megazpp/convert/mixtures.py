@@ -110,7 +110,7 @@ class Mixture(Relative):
         }
 
     def pieces(self, config: GPTConfig) -> dict[str, ForeignTensors]:
-        """Return the mapping from the tensors of `GPTModel`, by name, to the tensors of the family's models."""
+        """Return, by the name of each tensor of `GPTModel`, the corresponding tensors of the family's models."""
         found = super().pieces(config)
         for layer in config.expert_layers:
             ours, theirs = f"layers.{layer}.mlp", f"model.layers.{layer}.{self.moe}"
@@ -171,8 +171,8 @@ class Glm(Mixture):
         settings.only("norm_topk_prob", True)
         for key in ("n_group", "topk_group"):
             settings.only(key, 1)
-        # One expert per token is not supported: transformers normalizes the expert's weight to 1, but with
-        # --moe-router-topk 1 the weight is the expert's score.
+        # One expert per token is not supported: transformers normalizes this expert's router weight to 1, but with
+        # --moe-router-topk 1 the router weight is the expert's score.
         settings.only("num_experts_per_tok", *range(2, max(2, settings.count("n_routed_experts")) + 1))
         found = super().read(Settings({**settings.values, "attention_bias": False}, settings.where))
         dense, scaling = settings.number("first_k_dense_replace"), settings.positive("routed_scaling_factor")

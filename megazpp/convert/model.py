@@ -43,7 +43,7 @@ def held(tensor: torch.Tensor) -> Deferred:
 
 
 def rows_of(entry: Deferred, first: int, last: int) -> Deferred:
-    """Return the rows `first` to `last` - 1 of a tensor, which are cut out when the result is read."""
+    """Return the rows `first` to `last` - 1 of a tensor as a `Deferred`, which cuts them out when it is read."""
     return Deferred((last - first, *entry.shape[1:]), entry.dtype, lambda: entry.read()[first:last])
 
 
@@ -138,7 +138,7 @@ def model_shapes(
     try:
         with torch.device("meta"):
             model = GPTModel(unpadded, vocab_size=rows, scalar_head=scalar_head)
-    except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # torch's errors for impossible sizes
+    except (ValueError, RuntimeError, TypeError, OverflowError) as error:  # raised for impossible sizes
         raise ValueError(f"{where} describes no model that can be built: {str(error).splitlines()[0]}") from error
     return {name: tuple(tensor.shape) for name, tensor in model_state(model).items()}
 
@@ -227,7 +227,9 @@ def named_pieces(
     layers: str,
     is_transposed: bool = False,
 ) -> dict[str, ForeignTensors]:
-    """Return the mapping from the tensors of `GPTModel` to the tensors of a Hugging Face model, from module names.
+    """Return, by the name of each tensor of `GPTModel`, the corresponding tensors of a Hugging Face model.
+
+    The names of tensors follow from the given names of modules.
 
     Args:
         config: architecture of the model.
@@ -279,7 +281,7 @@ def join_all(
     check_tensors({name: entry.shape for name, entry in theirs.items()}, expected, where)
     joined = {}
     for ours, piece in pieces.items():
-        # The joined tensor has the narrowest dtype that represents the values of all its pieces without rounding.
+        # The joined tensor has the narrowest dtype that represents the other format's values without rounding.
         dtype = functools.reduce(torch.promote_types, (theirs[name].dtype for name in piece.theirs))
         joined[ours] = Deferred(shapes[ours], dtype, functools.partial(join, piece, dtype))
     return joined

@@ -99,8 +99,8 @@ def open_checkpoint(
         for name, entry in under(MODEL, reader.tensors()).items()
     }
     model = checked_model(config, tensors, where)
-    # A training run pads the vocabulary matrices. A checkpoint without a layout comes from a conversion, without
-    # padding.
+    # A training run pads the vocabulary matrices. A checkpoint whose metadata has no layout comes from a conversion,
+    # which does not pad them.
     return (model.first_rows(record.vocab_size) if record.layout else model), record
 
 

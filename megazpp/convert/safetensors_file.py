@@ -85,7 +85,10 @@ def check_stored(name: str, tensor: torch.Tensor, path: str | Path) -> None:
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
-    """Read one tensor of a safetensors file, and close the file, because pages of an open file count as used memory."""
+    """Read one tensor of a safetensors file, and close the file.
+
+    Pages of an open file are memory-mapped, and would count as memory of the process.
+    """
     with import_package("safetensors", str(path)).safe_open(path, framework="pt") as file:
         return file.get_tensor(name).clone()
 

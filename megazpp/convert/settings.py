@@ -62,7 +62,7 @@ class Settings:
         return value
 
     def truth(self, key: str, default: bool) -> bool:
-        """Return the value of `key`, or `default` if it is missing; raise ValueError if it is not true or false."""
+        """Return the value of `key`, or `default` without a value; raise ValueError for a value that is no bool."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "is not true or false")

@@ -44,7 +44,8 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
         return dict.fromkeys(("bos_token_id", "eos_token_id"))
     files = dict(tokenizer.files)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | read_settings(files, CONFIG)
-    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}  # without model_type etc.
+    # Keep only the ids of special tokens; the tokenizer's config.json may have other keys, such as model_type
+    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}
     files.pop(CONFIG, None)
     made: dict[str, Any] = {}
     if not files:

@@ -91,7 +91,8 @@ class HostedAdamW(ShardedAdamW):
             ) -> None:
                 """Update a unit's uploaded weights and moments in place, one parameter group after the other."""
                 for scalar in (grad_scale, found_inf):
-                    # The compute stream has allocated the scalar and must not reuse its memory before this use.
+                    # The compute stream has allocated `scalar` (grad_scale or found_inf). It must not reuse the memory
+                    # before this update, on another stream, has read `scalar`.
                     if scalar is not None and scalar.is_cuda:
                         scalar.record_stream(torch.cuda.current_stream())
                 for number, places in places_of.items():

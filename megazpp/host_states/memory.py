@@ -249,7 +249,7 @@ class HostMemory(DeviceStates):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights in host memory to the 16-bit working shards on the device, after a write to the weights."""
+        """Copy the weights in host memory to the working shards on the device, after other code has written them."""
         for shard in self.shards:
             if shard.working is not None:
                 shard.working.copy_(shard.read())
@@ -295,8 +295,8 @@ class HostShard:
             (weights,) = memory.new_buffers(1, self.size)
         if self._trained and memory.num_sums:
             (self.partial_sums,) = memory.new_buffers(1, memory.num_sums * self.size, memory.sum_dtype)
-        # Updates write through this tensor, whose version counter is not that of the parameters. So `Unit.fingerprint`
-        # changes only if other code writes to the parameters.
+        # Updates write through `_weights`, which shares the parameters' memory but not their version counters. So
+        # `Unit.fingerprint` changes only if other code writes to the parameters.
         self._weights = weights.data
         if not self.keeps_copy:
             self.working = torch.zeros(self.size, dtype=memory.dtype, device=memory.device)
@@ -313,7 +313,7 @@ class HostShard:
     def _input_of(self, index: int) -> torch.Tensor:
         """Return the tensor that FSDP2 concatenates as its all-gather's input for the unit's parameter `index`.
 
-        With a secondary partition it is a placeholder, which is never read.
+        With a secondary partition (hpZ) the tensor is a placeholder, which is never read.
         """
         segment = self.unit.segments[index]
         if self.working is None:
@@ -398,7 +398,8 @@ class HostShard:
         """Split a flat shard into one view per trained parameter, without padding.
 
         Args:
-            flat: [S] flat shard of weights or moments; or [S'] flat shard of gradients, with trained parameters only.
+            flat: [S] flat shard of weights or moments, with the S elements of all parameters; or [S'] flat shard of
+                gradients, with the S' elements of the trained parameters only.
             of_gradients: True if `flat` has gradients.
         """
         unit, trained = self.unit, self._trained
@@ -466,7 +467,7 @@ class HostedUnit(Unit):
         """
         found = []
         for p in [self.fsdp_parameters[index] for index in indices]:
-            # In torch 2.15 this attribute is a property, and accumulated gradients are in `.grad`.
+            # In torch 2.15 `unsharded_accumulated_grad` is a property, and accumulated gradients are in `.grad`.
             in_grad = isinstance(getattr(type(p), "unsharded_accumulated_grad", None), property)
             if not in_grad and p.unsharded_accumulated_grad is not None:
                 found.append(p.unsharded_accumulated_grad_data)

@@ -52,7 +52,7 @@ ALL_LINEAR = "all-linear"
 BASE = "base_checksum"  # key of the base weights' checksum in the metadata of adapter_model.safetensors
 # Fields of LoraConfig whose values are the first fields of `AdapterSettings`, in this order
 SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-_PREFIX = "base_model.model."  # PEFT puts this before the names of transformers' modules
+_PREFIX = "base_model.model."  # prefix that PEFT puts before the names of transformers' modules
 # Keys of adapter_config.json that may have any value: PEFT itself applies them, or they do not change merged weights.
 # All other keys must have PEFT's default, because their effect is not supported here.
 _KNOWN = (
@@ -195,10 +195,10 @@ def adapter_pieces(config: GPTConfig, branches: Sequence[Branch], *, scores: boo
 
 
 def _pieces_of_experts(branch: Branch, weights: Sequence[str]) -> dict[str, ForeignTensors]:
-    """Return the tensors of PEFT for the adapters of one matrix of all experts.
+    """Return, by parameter name, PEFT's tensors that correspond to the parameters `a` and `b` of adapters on experts.
 
     Args:
-        branch: the experts' matrix.
+        branch: place of the adapters, one matrix (gate, fc1 or fc2) of all experts of a layer.
         weights: names of transformers' weights for this matrix, one for each expert.
     """
     modules = [f"{_PREFIX}{name.removesuffix('.weight')}" for name in weights]
@@ -282,7 +282,7 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
 
 
 def tensors_file(folder: Path) -> Path:
-    """Return the file with an adapter's tensors, which PEFT writes as safetensors or, in old versions, pickled."""
+    """Return the path of an adapter's tensors, which PEFT writes as safetensors or, in old versions, pickled."""
     return folder / (TENSORS if (folder / TENSORS).is_file() else PICKLED)
 
 
@@ -458,7 +458,7 @@ def _merge(layer: Any, weight: Deferred) -> torch.Tensor:
     """Merge a layer's LoRA adapter into the layer's weight by PEFT, and return the merged weight in fp32.
 
     Args:
-        layer: PEFT's layer, whose base weight takes no memory.
+        layer: PEFT's layer, whose base weight is a placeholder that takes no memory.
         weight: the layer's weight, which is read from its file here.
     """
     base = layer.get_base_layer()
@@ -470,5 +470,5 @@ def _merge(layer: Any, weight: Deferred) -> torch.Tensor:
 
 
 def _read_checksum(folder: Path) -> str | None:
-    """Return the checksum of the base weights that adapter_model.safetensors records; None without one."""
+    """Return the checksum of the base weights that adapter_model.safetensors records; None if it records none."""
     return read_metadata(folder / TENSORS).get(BASE) if (folder / TENSORS).is_file() else None

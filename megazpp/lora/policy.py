@@ -133,8 +133,8 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
                 continue
             assert isinstance(linear, Linear), name
             linear.adapter = _adapter(model, linear, branches, settings, agreeing)
-    # Recomputation and checkpoints save and restore only the generator in the model's settings, so that generator must
-    # be the one of the adapters' dropout
+    # Recomputation and checkpoints save and restore only the random generator in the model's settings. So the adapters'
+    # dropout must use that generator.
     if agreeing is not None:
         model.settings = dataclasses.replace(model.settings, generator=agreeing)
         for layer in model.layers:

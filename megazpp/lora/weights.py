@@ -30,7 +30,7 @@ from megazpp.parallel.dims import raise_on_all_ranks
 
 
 class AdapterOpener(AdapterConverter):
-    """Opener of checkpoints that may contain only LoRA adapters: it merges them into the weights of their base."""
+    """Opener of checkpoints that may contain only LoRA adapters. It merges such adapters into their base weights."""
 
     flags = ("lora_r",)
 

@@ -189,7 +189,7 @@ class FrozenUnits:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the packed weights of all units that are always in the memory of this rank."""
+        """Bytes of this rank's packed weights of all units, which are always in its memory."""
         return sum(unit.message.nbytes for unit in self.units)
 
     def following(self, unit: FrozenUnit) -> FrozenUnit | None:
@@ -302,9 +302,9 @@ class FrozenUnit:
         return axis.queue.submit(functools.partial(axis.all_gather, message, of=self.name))
 
     def _unpack(self, received: Work[torch.Tensor]) -> None:
-        """Wait for the gathered messages [L, M], and unpack all weights of the unit from them.
+        """Wait for the messages [L, M] of all L ranks, M bytes each, and unpack all weights of the unit from them.
 
-        The version counters are preserved, because autograd must not report the unpacked weights as changed in place.
+        The weights' version counters do not change, because autograd must not report the weights as changed in place.
         """
         messages = received.join()
         with torch.autograd._unsafe_preserve_version_counter(tuple(whole for _, whole, _ in self.weights)):
@@ -329,9 +329,10 @@ class FrozenUnit:
             module.register_forward_hook(self._after_forward)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Unpack the frozen weights that a module uses before its forward, and register a hook for its backward's end.
+        """Unpack the frozen weights that a module uses before its forward; register a hook for the unit's backward.
 
-        This is a forward pre-hook of each module of the unit.
+        This is a forward pre-hook of each module of the unit. The registered hook frees the weights at the end of the
+        unit's backward.
         """
         # The module starts a new forward of the unit in two cases. It has already run in the current forward; or no
         # module of the current forward has finished, because an exception has interrupted that forward. (Activation
@@ -345,9 +346,10 @@ class FrozenUnit:
             register_multi_grad_hook(inputs, functools.partial(self._finish_backward, self._forward))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Free the unit's unpacked weights if its last module has run, and register hooks for its backward's start.
+        """Free the unit's unpacked weights if its last module has run, and register hooks for the unit's backward.
 
-        This is a forward hook of each module of the frozen unit.
+        This is a forward hook of each module of the frozen unit. The registered hooks unpack the weights at the start
+        of the unit's backward.
         """
         self._to_run.discard(module)
         if not self._to_run:
@@ -372,7 +374,12 @@ class FrozenUnit:
         self.unpack()
 
     def _finish_backward(self, forward: object, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Free the unit's unpacked weights: the gradients of its inputs are complete, so its backward has ended."""
+        """Free the unit's unpacked weights: the gradients of its inputs are complete, so its backward has ended.
+
+        Args:
+            forward: object that identifies the forward to which this backward belongs.
+            gradients: gradients of the unit's inputs, which are not used.
+        """
         self.in_backward.discard(forward)
         self.free_unless_used()
 

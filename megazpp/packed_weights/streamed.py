@@ -225,7 +225,9 @@ class StreamedUnits:
         self._started[index] = self._gather(fetched, index) if self._axis.queue.blocks_host else fetched
 
     def _gather(self, fetched: Work[torch.Tensor], index: int) -> Work[torch.Tensor]:
-        """Start the all-gather of a unit's messages inside the node, [M] -> [L, M], after this rank's has arrived.
+        """Start the all-gather of a unit's messages inside the node, after this rank's message has arrived.
+
+        The work yields [L, M] uint8: the messages of the L ranks that share the unit, M bytes each.
 
         Args:
             fetched: work that yields this rank's message [M] uint8 on the device.

@@ -191,7 +191,7 @@ def summary_table(runs: Sequence[Run]) -> Table:
 
 
 def differences_in_words(runs: Sequence[Run]) -> list[str]:
-    """Return for each run the text of the legend with the first DIFFERENCES flags in which the runs differ."""
+    """Return for each run the legend's text: flags in which the runs differ, at most DIFFERENCES of them."""
     rows = [row for row in flag_differences(runs)[1:] if row[0] not in PLACES][:DIFFERENCES]
     return [", ".join(f"{row[0]} {row[1 + index]}" for row in rows) for index in range(len(runs))]
 
@@ -229,7 +229,7 @@ def same_loss_table(runs: Sequence[Run]) -> Table:
 
 
 def completions_table(run: Run) -> Table:
-    """Return a table of the last COMPLETIONS completions that a run has recorded, with their rewards if it has any."""
+    """Return a table of a run's last recorded completions, at most COMPLETIONS, with their rewards if there are any."""
     rows = []
     for row in run.completions[-COMPLETIONS:]:
         texts = [text if isinstance(text, str) else json.dumps(text) for text in map(row.get, ("prompt", "completion"))]
@@ -284,8 +284,8 @@ def _zero3_bytes(run: Run) -> float | None:
 
 
 def _came_out(run: Run) -> dict[str, str]:
-    """Return a run's cells of the summary table, by the title of their row."""
-    # Progress of the run: steps, samples and time
+    """Return a run's column of the summary table: the text of each cell, by the title of the cell's row."""
+    # Compute the cells about the run's progress: steps, samples and time
     rows, at = run.rows, times(run)
     cross = sum(number(row.get("sent_bytes")) or 0 for row in _traffic(run) if row.get("wire") == "cross")
     summary = {key: number(value) for key, value in run.summary.items()}
@@ -298,7 +298,7 @@ def _came_out(run: Run) -> dict[str, str]:
     seconds = float(at[2, -1]) if rows else 0.0
     duration = f"{seconds:,.1f} s" if seconds < 3600 else str(datetime.timedelta(seconds=round(min(seconds, 1e12))))
 
-    # Results of the run: losses, speed and memory
+    # Compute the cells about the run's results: losses, speed and memory
     losses, speeds = _numbers(run.validations, "lm_loss"), _numbers(rows, "tokens_per_second")
     mfu = _numbers(rows, "mfu")
     validation = losses[-1] if losses else summary.get("validation_loss")
@@ -306,7 +306,7 @@ def _came_out(run: Run) -> dict[str, str]:
     also = f" (lowest {lowest:.4f})" if lowest not in (None, validation) else ""
     peak = max([*_numbers(rows, "peak_memory_bytes"), summary.get("peak_memory_bytes") or 0])
 
-    # Faults of the run: restarts and non-finite losses
+    # Count the run's faults: restarts from an earlier step, and non-finite losses
     went_back = int((at[0, 1:] <= at[0, :-1]).sum())
     not_finite = sum(not math.isfinite(loss) for loss in _numbers(rows, "lm_loss"))
     return {

@@ -61,7 +61,7 @@ def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime, roun
 
 def report_html(runs: Sequence[Run], now: datetime.datetime, rounds: Sequence[Row] = ()) -> str:
     """Return the HTML text of the report about training runs, from the same arguments as `write_report`."""
-    # The sections of the page that contain tables
+    # Build the sections of the page that contain tables
     names = [_named(index, run.name) for index, run in enumerate(runs)]
     named = list(zip(names, runs, strict=True))
     traffic, experts, completions, topology, flags = (list[str]() for _ in range(5))
@@ -92,14 +92,14 @@ def report_html(runs: Sequence[Run], now: datetime.datetime, rounds: Sequence[Ro
         "Placement of ranks": topology,
     }
 
-    # The data of the curves, as JSON in a script element. "<" is escaped, so that no name of a run can end the element.
+    # Write the data of the curves as JSON for a script element. "<" is escaped, so that no run's name ends the element.
     title = "Report on one run" if len(runs) == 1 else f"Report on {len(runs)} runs"
     max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_PAGE // max(1, len(runs))))
     drawn = [{"name": run.name, "curves": curves(run, max_points), "entropy": unigram_entropy(run)} for run in runs]
     data = {"charts": [chart._asdict() for chart in CHARTS], "runs": drawn}
     numbers = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
-    # The page with styles, sections, data and script
+    # Join styles, sections, data and script to the text of the page
     assets = files("megazpp.report")
     return "\n".join(
         [

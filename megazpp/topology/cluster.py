@@ -106,7 +106,7 @@ class Cluster:
         return self.order is None or self.order == tuple(range(self.world_size))
 
     def rank_at(self, position: int) -> int:
-        """Return the rank at a position of the cluster, see `order`."""
+        """Return the rank at a position of the cluster. Positions are numbered node by node and domain by domain."""
         return position if self.order is None else self.order[position]
 
     def position_of(self, rank: int) -> int:

@@ -171,7 +171,8 @@ def take_patches_folder(path: str, rank: int) -> tuple[Path, IO[str] | None]:
         path: value of the flag.
         rank: rank of this process in the job.
     Returns:
-        the folder, and on rank 0 the open lock file. The folder is locked until the file is closed.
+        the folder and the open lock file, which locks the folder until it is closed. On ranks other than 0, None takes
+        the place of the lock file.
     Raises:
         ValueError: the folder is not writable, or another job writes weight patches there.
     """
