@@ -130,7 +130,7 @@ def build_split(
         order = {"num_samples": count, "seq_length": seq_length, "seed": seed}
         folder, name = indices if source.is_cached else None, f"{source.name} ({use})"
         dataset = GPTDataset(source.sequences, span, **order, name=name, vocab_size=vocab_size, cache_path=folder)
-        _ = dataset[0]  # raises now, not in the first training step, if the data was written with another tokenizer
+        _ = dataset[0]  # reading it raises an error now, not in the first step, if another tokenizer wrote the data
         return dataset
 
     if len(parts) == 1:
@@ -295,7 +295,8 @@ def _take(source: DataSource, bounds: tuple[float, float]) -> tuple[DataSource, 
         bounds: start and end of the split, as fractions of the source in [0, 1].
     Returns:
         A source, and the range (start, stop) of its sequences that belong to the split. If `source.by_tokens` is set,
-        the returned source has only the split's tokens, and the range contains all its sequences.
+        the returned source has only the split's tokens, and the range contains all its sequences. Otherwise the
+        returned source is `source`.
     """
     lengths = source.sequences.lengths
     if not source.by_tokens:

@@ -63,12 +63,12 @@ def build_once(path: Path, build: Callable[[Path], None], *, flag: str = FLAG) -
     """
     if path.exists():
         return path
-    # An OSError can mean no permission, a full disk, or a file system without locks. Its message does not name the
-    # flag, so the message below does.
+    # An OSError can mean no permission, a full disk, or a file system without locks. Its message does not name the flag
+    # of the cache directory, so `errors_as` puts the flag before it.
     with errors_as(f"{cache_name(path, flag)}: cannot write {path}", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(f".{path.name}.lock")):
-            if not path.exists():  # another process may have built it while this one waited for the lock
+            if not path.exists():  # another process may have built the entry while this one waited for the lock
                 unfinished = path.with_name(f".{path.name}.unfinished")
                 remove(unfinished)  # a process that was killed while it built the entry may have left this path
                 with renamed_when_done(unfinished, path, synced=False):

@@ -127,7 +127,7 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
         if not all(0 < weight < math.inf for weight in weights):
             raise ValueError(f"{flag_name} {' '.join(values)}: weights must be positive numbers")
         called = [value for value in values[::2] if any(path.exists() for path in pair_paths(Path(value)))]
-        if len(called) == len(weights):  # each number is also the name of a dataset, and the user may mean the datasets
+        if len(called) == len(weights):  # each weight is also the name of a dataset, which the user may mean instead
             also = f"the weight {called[0]} is also the name of a dataset"
             raise ValueError(f"{flag_name} {' '.join(values)}: {also}{_as_dataset(called[0])}")
         return tuple(values[1::2]), weights
@@ -138,7 +138,7 @@ def parse_blend(values: Sequence[str], *, flag_name: str) -> tuple[tuple[str, ..
 
 
 def _as_dataset(number: str) -> str:
-    """Return the end of an error message about --data-path: how to name a dataset whose name is a number."""
+    """Return the end of an error message about --data-path, which says how to give a dataset whose name is a number."""
     return f"; a number is read as a weight, so a dataset with the name {number} has to be given as ./{number}"
 
 

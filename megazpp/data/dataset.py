@@ -61,7 +61,7 @@ def check_inputs(
     with problems:
         loaded = loaded or load_tokenizer(tokenizer)
         if loaded is None and config.mock_data:
-            ByteTokenizer(tokenizer.vocab_size or 256)  # raises ValueError if --vocab-size is below 256
+            ByteTokenizer(tokenizer.vocab_size or 256)  # the constructor raises ValueError if --vocab-size is below 256
         elif loaded is None and not config.text_path:
             raise ValueError(_NO_TOKENIZER)
     with problems:

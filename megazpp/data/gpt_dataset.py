@@ -132,7 +132,7 @@ class GPTDataset:
         if cache_path is None:
             self.indices = build()
         else:
-            # The key contains a hash of the lengths, because a changed file may have the old path, size and time.
+            # The cache key contains a hash of the lengths, because a changed file may have the old path, size and time.
             key = cache_key(kind="gpt-2", lengths=hashlib.blake2b(lengths.tobytes()).hexdigest(), **facts)
             entry = cache_path / f"gpt-{key}"
             self.indices = Indices(*load_or_save_arrays(entry, build))
@@ -291,7 +291,7 @@ def build_sample_index(lengths: npt.NDArray[np.int32], num_samples: int, seq_len
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = np.arange(num_samples + 1, dtype=np.int64) * seq_length
-    holders = np.searchsorted(ends, starts, side="right")  # document of each start; "right" skips empty documents
+    holders = np.searchsorted(ends, starts, side="right")  # document in which each sample starts, never an empty one
     small = max(len(lengths), int(lengths.max())) <= np.iinfo(np.int32).max
     index = np.empty((num_samples + 1, 2), dtype=np.int32 if small else np.int64)
     index[:, 0] = holders

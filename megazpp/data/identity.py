@@ -127,7 +127,7 @@ def _reordered(before: Mapping[str, Any], now: Mapping[str, Any], consumed: int)
         earlier = known.get(source.digest)
         if earlier is None:
             new.append(source.name)
-        elif earlier.order == source.order:  # only the dataset's fraction of the samples differs
+        elif earlier.order == source.order:  # only the dataset's fraction of all training samples differs
             moved = consumed * (source.share - earlier.share)
             skipped += max(0.0, moved)
             repeated += min(left * source.share, max(0.0, -moved))

@@ -78,7 +78,7 @@ class IndexedDataset:
         self.tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r")
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
+        """Return the number of sequences of the .bin/.idx pair."""
         return len(self.lengths)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
@@ -165,12 +165,12 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if num_sequences == 0:
         raise _unusable(path, "holds no sequences, so the dataset is empty")
     expected = HEADER.size + 12 * num_sequences + 8 * num_indices
-    if size not in (expected, expected + num_sequences):  # multimodal datasets have a byte more per sequence
+    if size not in (expected, expected + num_sequences):  # the .idx of multimodal data has a byte more per sequence
         described = f"{num_sequences} sequences and {num_indices} document indices"
         raise _unusable(path, f"is damaged: {size} bytes where {described} take {expected}")
     return np.dtype(DTYPES[code]), num_sequences, num_indices
 
 
 def _unusable(path: Path, problem: str) -> ValueError:
-    """Return the error about a file of a .bin/.idx pair that cannot be read; `problem` continues its path."""
+    """Return the error for a file of a .bin/.idx pair that cannot be used: path, `problem`, and what to do."""
     return ValueError(f"{path} {problem}; tokenize the data again with preprocess_data.py")

@@ -30,7 +30,7 @@ from megazpp.parallel.comm_queue import threads_on
 
 Batch = TypeVar("Batch", bound="tuple[Any, ...]")
 
-_STEPS_AHEAD = 2  # number of training steps whose micro-batches are prepared in advance
+_STEPS_AHEAD = 2  # number of training steps whose micro-batches the loader's threads build in advance
 _Step = tuple[int, int]  # a training step: samples consumed before it, and its global batch size
 
 
@@ -147,7 +147,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         except Exception as error:
             error.add_note(f"while loading samples {first} to {stop - 1} on data rank {self._data_rank}")
             raise
-        # The tensors are pinned in this thread, so that `step` can copy them to the GPU without blocking.
+        # Pin the tensors here, in a thread of the loader, so that `step` can copy them to the GPU without blocking.
         return mapped(batch, torch.Tensor.pin_memory) if self._device.type == "cuda" else batch
 
 

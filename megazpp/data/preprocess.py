@@ -198,7 +198,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
         append_eod: True to end each document with the tokenizer's eod, unless its special tokens already end with eod.
     """
     end, num_added = document_end(tokenizer) if append_eod else [], tokenizer.special_tokens.number
-    ids = [array.array("i") for _ in keys]  # an array, because collecting the ids in a list is 5 % slower
+    ids = [array.array("i") for _ in keys]  # collect ids in arrays, because lists are 5 % slower
     lengths: list[list[int]] = [[] for _ in keys]
     found = list(parse_block(block, keys))
     bad_lines, text_bytes = [each for each in found if isinstance(each, BadLine)], 0
@@ -222,7 +222,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, *, keys: Sequence[str], app
 
 
 def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[Path], list[Path]]:
-    """Check flags, input files and output paths before the tokenization of a corpus; raise ValueError for a bad one.
+    """Check flags, input files and output paths before a tokenization; raise ValueError if one of them is unusable.
 
     Returns:
         The input files, and for each of --json-keys the prefix of the .bin/.idx pair to write.
@@ -301,8 +301,11 @@ def map_in_processes(function: Callable[[T], R], items: Iterable[T], num_workers
 
 
 def _prepare_worker(parent: int) -> None:
-    """Set up a new worker process; `parent` is the process ID of the main process."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker, because the workers use all cores
+    """Make a new worker process tokenize in one thread, ignore Ctrl-C, and end with the main process.
+
+    `parent` is the process ID of the main process.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # tokenize in one thread, because the workers together use all cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C and ends the workers
     end_with(parent)  # otherwise a worker would wait forever for an item after the main process was killed
 

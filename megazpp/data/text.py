@@ -24,7 +24,7 @@ from megazpp.data.documents import BadLine, check_readable, kind_of, missing_fil
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, optimal_dtype
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
 
-MAX_CHARACTERS = 100_000_000  # characters to train a tokenizer on; more text does not improve the vocabulary
+MAX_CHARACTERS = 100_000_000  # most characters to train a tokenizer on; more text does not improve the vocabulary
 _MAX_LINE_CHARACTERS = 4096  # longer lines are cut before they are passed to SentencePiece's trainer
 _SENTENCEPIECE_ADVICE = "Increase vocab_size or decrease character_coverage with --character_coverage option."
 _IN_SENTENCEPIECE = re.compile(r"(?i)^internal: src/\S+\(\d+\) \[.*?\](?= |$)")  # start of SentencePiece's messages
@@ -119,7 +119,7 @@ def cached_sentencepiece(
 
     key = cache_key(kind="sentencepiece-1", text=content_hash(paths), vocab_size=vocab_size, exact=exact)
     path = cache_dir / "tokenizers" / f"{key}.model"
-    if not path.exists():  # one process trains; the others wait for it, and log this line too
+    if not path.exists():  # one process trains the tokenizer; others wait for it, and log the same line
         log(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
     tokenizer = SentencePieceTokenizer(build_once(path, build).read_bytes())
     if tokenizer.vocab_size != vocab_size:
@@ -176,7 +176,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
                 normalization_rule_name="identity",
                 add_dummy_prefix=False,
                 remove_extra_whitespaces=False,
-                max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # bytes; SentencePiece drops longer lines
+                max_sentence_length=4 * _MAX_LINE_CHARACTERS,  # in bytes; SentencePiece drops longer lines
                 unk_id=0,
                 eos_id=1,
                 eos_piece="<eod>",
@@ -269,7 +269,10 @@ def content_hash(paths: Sequence[Path]) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _content_hash(path: Path, modified_ns: int, size: int) -> str:
-    """Hash the content of a file; the modification time and the size make `lru_cache` hash a changed file again."""
+    """Return a hash of a file's content, as hexadecimal digits.
+
+    The modification time and the size are arguments only for `lru_cache`, so that a changed file is hashed again.
+    """
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 

@@ -66,11 +66,11 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
         raise ValueError(f"--tokenizer-type {config.kind} needs --tokenizer-model with the tokenizer's folder or file")
     else:
         path = Path(config.tokenizer_model).expanduser()
-        if not path.is_dir() and not (path.is_file() and path.stat().st_size):  # a FIFO would block for ever
+        if not path.is_dir() and not (path.is_file() and path.stat().st_size):  # reading a FIFO would block for ever
             what = "is empty" if path.is_file() else "is no regular file" if path.exists() else "does not exist"
             raise ValueError(f"--tokenizer-model {path} {what}: name a file, or a folder with tokenizer files")
-        # Both other types have a SentencePiece model: Megatron's GPTSentencePieceTokenizer gives the same ids as its
-        # SentencePieceTokenizer.
+        # Of the remaining types, SentencePieceTokenizer and GPTSentencePieceTokenizer both have a SentencePiece model.
+        # In Megatron they give the same ids.
         is_theirs = config.kind == "HuggingFaceTokenizer"
         tokenizer = _load_huggingface(path, config) if is_theirs else _load_sentencepiece(path)
     if config.eos_token is not None and not isinstance(tokenizer, HFTokenizer):
@@ -109,7 +109,7 @@ def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     if path.is_dir():
         raise ValueError(f"--tokenizer-model {path} is a directory: name the file of the SentencePiece model")
     template = path.with_name(TEMPLATE)
-    # A checkpoint stores a SentencePiece model under this name, with the chat template in a file next to the model.
+    # A checkpoint stores a SentencePiece model as tokenizer.model, with the chat template in a file next to the model.
     kept = path.name == SENTENCEPIECE and template.is_file()
     with errors_as(f"--tokenizer-model {path} is not a SentencePiece model", RuntimeError):
         return SentencePieceTokenizer(path.read_bytes(), {TEMPLATE: template.read_bytes()} if kept else {})
@@ -284,7 +284,7 @@ class Tokenizer:
     def stop_ids(self) -> list[int]:
         """Token ids that end a generated text: eod, and the eos ids at which transformers' `generate` stops.
 
-        The eos ids come from the tokenizer's generation_config.json, or from its config.json if the former is missing.
+        The eos ids come from the tokenizer's generation_config.json or, without this file, from its config.json.
         """
         source = GENERATION if GENERATION in self.files else CONFIG
         theirs = ids_of(read_settings(self.files, source).get("eos_token_id"))
@@ -367,7 +367,7 @@ class SentencePieceTokenizer(Tokenizer):
         if hasattr(self._processor, "encode_as_offset_mapping"):
             found = self._processor.encode_as_offset_mapping(text)
             return EncodedText(found["ids"], found["offsets"])
-        immutable: Any = self._processor  # sentencepiece 0.2.1 has only this method, and its types do not declare it
+        immutable: Any = self._processor  # sentencepiece 0.2.1 has only a method that its types do not declare
         pieces = immutable.encode_as_immutable_proto(text).pieces
         return EncodedText([piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces])
 
@@ -396,7 +396,7 @@ class HFTokenizer(Tokenizer):
         self, files: Mapping[str, bytes], *, eos_token: str | None = None, add_special_tokens: bool = True
     ) -> None:
         self.files = dict(files)
-        if not {DESCRIPTION, CONFIG} & files.keys():  # transformers then needs a file that names the tokenizer's class
+        if not {DESCRIPTION, CONFIG} & files.keys():  # transformers needs a file that names the tokenizer's class
             self.files |= as_json(DESCRIPTION, fast(None) if DEFINITION in files else MERGES_ALONE)
         self._theirs = open_folder(self.files)
         vocabulary: dict[str, int] = self._theirs.get_vocab()
@@ -427,8 +427,8 @@ class HFTokenizer(Tokenizer):
         first = whole.sequence_ids.index(0)
         before, after = whole.ids[:first], whole.ids[first + len(self._encode(text)) :]
         self.special_tokens = SpecialTokens(before, after, used=add_special_tokens)
-        # The post-processor adds the special tokens, which are known now. It is removed, because some post-processors
-        # exclude spaces from the character ranges of tokens.
+        # Remove the post-processor, because some post-processors exclude spaces from the character ranges of tokens.
+        # The special tokens that it would add are now in `special_tokens`.
         backend.post_processor = None
         self._unknown = getattr(backend.model, "unk_token", None)
         self._has_bytes = "ByteLevel" in str(backend.decoder)  # True if each letter of a vocabulary entry is one byte

@@ -108,7 +108,7 @@ def find_tokenizer(folder: Path) -> TokenizerConfig:
     If the folder has no tokenizer, the result has all flags at their defaults.
     """
     names = {name for name in (*VOCABULARIES, DESCRIPTION) if (folder / name).is_file()}
-    if DEFINITION in names or len(names) > 1:  # several files, such as vocab.json and merges.txt, need transformers
+    if DEFINITION in names or len(names) > 1:  # transformers opens several files, such as vocab.json and merges.txt
         return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     if SENTENCEPIECE in names:
         return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE))

@@ -214,7 +214,8 @@ def draw_completions(
         torch.zeros(batch, limit, device=device),
         torch.zeros(batch, dtype=torch.bool, device=device),
     )
-    # True once a logit of any row was NaN; on the device, so that the host need not wait after each token
+    # `broken` is True once a logit of any row was NaN. It is on the device, so that the host need not wait for it after
+    # each token.
     broken = torch.zeros((), dtype=torch.bool, device=device)
     for count in range(limit):
         stops = stopped()
@@ -222,7 +223,7 @@ def draw_completions(
             break
         # ---- compute this tensor-parallel rank's part of the next token's logits, [R, V / tp]
         if longest + count > max_length:
-            cache = None  # from now on tokens change their positions, so cached keys are wrong
+            cache = None  # rows lose their first tokens, which moves the others, so cached keys are wrong
         if count and cache is not None:
             with without_hooks(hooked if stays_gathered else []):
                 part = model(found.tokens[places, count - 1].unsqueeze(1), cache=cache)[:, 0]
@@ -240,13 +241,14 @@ def draw_completions(
         # ---- choose the next token of each row, the same on all ranks
         logits = model.tp.all_gather(part.t()).t()[:, : model.vocab_size].float()
         token = pick_rows(logits, config, uniform[places, count], None if seen is None else seen[places])
-        # One sum gives all ranks the first rank's tokens, because other ranks add zeros, and the number of stop signals
+        # One all-reduce gives all ranks the first rank's tokens, because other ranks add zeros. It also counts the
+        # ranks that have caught a stop signal.
         own = token if together.rank == 0 else torch.zeros_like(token)
         signal = torch.full((1,), stops, dtype=torch.int64, device=device)
         agreed = model.cp.broadcast_(together.all_reduce_(torch.cat((own, signal))))
         token = agreed[:-1]
         if seen is not None:
-            # An assignment of the Python value `True` would copy from the host, and wait for the device
+            # Assigning the Python value `True` to `seen` would copy it from the host, and wait for the device
             seen.index_put_((places, token), torch.ones_like(token, dtype=torch.bool))
         # ---- record the token; `lengths` does not count tokens of rows that have already ended
         scaled = logits / (config.sample_temperature or 1.0)

@@ -137,7 +137,7 @@ def _load(
         announced: cluster that the launcher has announced.
         source: the checkpoint, and earlier checkpoints to load if it is damaged.
         record: metadata of the checkpoint.
-        spread: see `run_on_checkpoint`.
+        spread: True to shard the model over all GPUs, see `run_on_checkpoint`.
         worker: this worker process.
     """
     # ---- build the mesh, and open the tokenizer

@@ -189,7 +189,7 @@ def score_whole(
 
 
 def _is_pair(path: str) -> bool:
-    """Return True if --input is the prefix of a .bin/.idx pair: one of these files exists."""
+    """Return True if a value of --input is the prefix of a .bin/.idx pair, so that at least one of its files exists."""
     return any(file.exists() for file in pair_paths(Path(path).expanduser()))
 
 

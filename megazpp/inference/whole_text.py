@@ -50,7 +50,7 @@ class WholeText:
 
         Windows after the end of the text have only `PADDING`.
         """
-        # position of the window in the concatenated sequences; -1 for the added eod
+        # position of the window's first id in the concatenated sequences; -1 if it is the eod before them
         start = index * self._seq_length - len(self._before)
         stop = start + self._seq_length + 1
         parts, at = [self._before[: max(-start, 0)]], max(start, 0)

@@ -39,7 +39,7 @@ RENDER_SECONDS = 10.0  # limit of the CPU time for rendering one conversation
 MOST_CHARACTERS = 20_000_000  # limit of a rendered conversation's length; this many characters are millions of tokens
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# This pattern occurs in the source of templates that handle messages whose content is a list of parts
+# Pattern that occurs in the source of chat templates which handle messages whose content is a list of parts
 _READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
 # A conversation for finding out how a template ends the assistant's turn
 _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "user")]
@@ -203,7 +203,7 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
     if path is not None:
         name = f"--chat-template {path}"
         source = tokenizer.chat_template(path)
-        if source is None or source == path:  # the tokenizer has no template of this name, so it is a file
+        if source is None or source == path:  # the tokenizer has no template of this name, so the flag names a file
             with errors_as(f"{name} cannot be read", (OSError, UnicodeDecodeError)):
                 source = read_small_file(find_file(path)).decode("utf-8-sig")
         _compiled(source, name, [])

@@ -216,7 +216,10 @@ class PostTrainingConfig(Config):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss depends on a reference model: dpo, and grpo with --beta or ppo with --kl-coef above 0."""
+        """True if the loss depends on a reference model.
+
+        This is so for dpo, for grpo with --beta above 0, and for ppo with --kl-coef above 0.
+        """
         weight = self.kl_coef if self.objective == "ppo" else self.beta_or_default
         return self.objective in ("dpo", *ROLLOUTS) and weight > 0.0
 

@@ -277,7 +277,7 @@ def _answer(
     template: ChatTemplate,
     config: DataFormatConfig,
 ) -> Text:
-    """Join prompt and answer of a line of data to one text, with the ranges that are trained on.
+    """Join prompt and answer of a line of data, and return one `Text` with the character ranges that are trained on.
 
     Args:
         prompt: the prompt, a string or a conversation.
@@ -298,7 +298,7 @@ def _answer(
     if answer[: len(prompt)] == prompt:
         answer = answer[len(prompt) :]  # some datasets repeat the prompt in the answer
     text, spans = _conversation([*prompt, *answer], record, template, config)
-    asked = _render_prompt(template, prompt, record)  # also checks the prompt
+    asked = _render_prompt(template, prompt, record)  # raises a ValueError if the prompt ends with an answer
     if config.completion_only_loss:
         # The answer starts where the text of the prompt and the text of the conversation first differ. This may be
         # before the prompt's end, because a template may begin the assistant's turn differently after a prompt.
@@ -325,7 +325,7 @@ def _conversation(
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a conversation, and the ranges of characters that are trained on.
 
-    These are the assistant's words with --assistant-only-loss, and the complete text otherwise.
+    The ranges are the assistant's words with --assistant-only-loss, and the complete text otherwise.
     """
     if config.assistant_only_loss:
         return template.render_spans(messages, options=options_of(record))
@@ -508,8 +508,8 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
 def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) -> Iterator[tuple[Path, int, T]]:
     """Read all lines of the data; yield the file, the line number and the result of `read` for each line.
 
-    Parquet gives all objects of a column the same keys. So a null in the columns `_CHAT` of a Parquet file means that
-    the key is missing in this object, and is removed.
+    Parquet gives all objects of a column the same keys. So a null inside a conversation of a Parquet file means that
+    the key is missing in this object. Such keys are removed in the columns `_CHAT`, which may hold conversations.
 
     Args:
         paths: files of JSON lines or Parquet.

@@ -255,7 +255,7 @@ class PolicyLoss:
                 delta=config.delta,
             )
         self._sums.add("entropy", outputs.entropy, mask)
-        # With one ratio per completion (GSPO), all tokens of a completion together count once in the clip ratio
+        # With one ratio per completion (GSPO), all tokens of a completion together count once in the metric clip_ratio
         counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         self._sums.add("clip_ratio", policy.clipped, counts)
         # Log how far the log-probabilities of a generation and of a training forward with the same weights differ

@@ -38,7 +38,7 @@ from megazpp.run.checks import RunPlan
 
 # Kinds of memory that exist in all phases
 STANDING = (Memory.PARAMETERS, Memory.MOMENTS, Memory.SECONDARY, Memory.FEEDBACK, Memory.FROZEN)
-Phases = dict[str, Counter[Memory]]  # by phase: peak bytes of one rank by kind of memory
+Phases = dict[str, Counter[Memory]]  # for each phase, the peak bytes of one rank by kind of memory
 
 
 def describe_phases(phases: Phases) -> list[str]:
@@ -110,7 +110,8 @@ def plan_models(
         once = {kind: asked[kind] for kind in (Memory.ACTIVATIONS, Memory.UNPACKED)}
         if streams:
             once[Memory.UNPACKED] = 0
-        if settings is not None and post.needs_reference:  # the adapters' base, in packed units, is the reference model
+        # With adapters, their frozen base is the reference model, whose forward also unpacks packed units
+        if settings is not None and post.needs_reference:
             base = asked_in(lora.base_weight_bits)
             once[Memory.UNPACKED] = max(once[Memory.UNPACKED], base[Memory.UNPACKED])
         if not post.draws:  # dpo asks the reference model between micro-batches, so gradients are in memory as well

@@ -254,7 +254,7 @@ def _compute_logps(
     """
     dims, count, multiple = place.dims, dataset.num_pairs, row_multiple(place.device, place.dims)
     found, stride = torch.zeros(count, 2), micro_batch_size * dims.data_size
-    with dims.counter.paused():  # the traffic records of the log are about training steps only
+    with dims.counter.paused():  # do not count these bytes: the log's traffic is that of training steps
         # Round the number of pairs up to whole micro-batches of all ranks, because all ranks must run equally many
         # forwards. The pairs beyond the end repeat the first pairs, and their results are dropped.
         for first in range(dims.data_rank * micro_batch_size, -(-count // stride) * stride, stride):

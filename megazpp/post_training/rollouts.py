@@ -364,7 +364,7 @@ class RolloutLoader(StatePart):
                 "so there is no reward to train with; give each completion a number from at least one function"
             )
         self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": float(table[:, -2].sum()) / seconds}
-        # Gather the completions of the first prompts for the log, because one prompt's may be on several ranks
+        # Gather the completions of the first prompts for the log, because those of one prompt may be on several ranks
         if config.log_completions:
             names, count = self._reward_names, config.log_completions * config.group_size
             own = {
@@ -466,7 +466,7 @@ class RolloutLoader(StatePart):
         return [on_device(shortened(part, multiple), self._device) for part in parts]
 
     def _rows(self) -> list[int]:
-        """Return the indices, within a generation, of the completions that this data rank trains on, in step order."""
+        """Return the numbers, within a generation, of this data rank's completions, in the order of their training."""
         size, ranks = self.micro_batch_size, self._dims.data_size
         firsts = range(self._dims.data_rank * size, self.global_batch_size * self.config.slices, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]

@@ -284,7 +284,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
             raise ValueError(
                 f"--lora-dropout {lora.lora_dropout}: --objective {post.objective} does not use dropout; leave it out"
             )
-        # The user has not asked for this dropout: it is a setting of loaded adapters, from their earlier training
+        # The user has not asked for LoRA dropout: the value is a setting of loaded adapters from their training
         lora = dataclasses.replace(lora, lora_dropout=0.0)
     if (steps := config.values().get("diloco_steps")) is not None:
         raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}: leave it out")

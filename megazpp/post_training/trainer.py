@@ -135,11 +135,14 @@ class PostTraining:
         return describe_samples(self.datasets, self._counts, per_prompt=per_prompt)
 
     def _open_data(self) -> Splits[Any]:
-        """Read the training, validation and test data, and return their datasets; None for data that is not given."""
+        """Read the training, validation and test data, and return their datasets.
+
+        A dataset is None if its files are not given, or if the run takes no samples of it.
+        """
         data, plan = self.config.data, self.plan.batches
         template = load_chat_template(self.form, self.tokenizer)
         held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
-        if self.post.draws:  # a sample is a prompt, so count the prompts of all generations
+        if self.post.draws:  # a sample of the dataset is a prompt, so count the prompts of all generations
             steps, group = self.post.slices * self.post.passes, self.post.group_size
             consumed = plan.consumed_samples_at((plan.total_iterations - 1) // steps * steps)
             wanted = max(0, consumed) // self.post.passes // group + self.post.slices * plan.global_batch_size // group
@@ -154,8 +157,8 @@ class PostTraining:
         """Return the specification of a model with the policy's architecture.
 
         Args:
-            scalar_head: True for a model with a scalar head, False for one without; None decides as for the policy of
-                this objective.
+            scalar_head: True for a model with a scalar head, False for one without; None for the scalar head of this
+                objective's policy, which exists with reward and ppo.
         """
         spec = self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
         headed = self.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head
@@ -202,19 +205,19 @@ class PostTraining:
         return PolicyLoss(post, dims, temperature=self._temperature, rollout_metrics=self.rollouts.metrics)
 
     def _open_evaluator(self, dataset: Any, objective: Objective) -> Validation | None:
-        """Return the evaluator of a held-out dataset; None without the dataset."""
+        """Return the evaluator of a held-out dataset; None if `dataset` is None."""
         iterations, size = self.config.evaluation.eval_iters, self.plan.batches.global_batch_size
         if dataset is None:
             return None
         if self.rollouts is not None:
             return RewardEvaluator(self.rollouts, dataset, iterations * size)
         parts = (*self.built, self._open_loader(dataset, ramp_up=False), self.run.dims)
-        if self.post.objective == "sft":  # weight batches by tokens, because they have different numbers of tokens
+        if self.post.objective == "sft":  # average over tokens, because batches have different numbers of tokens
             return Evaluator(*parts, iterations=iterations, batch_size=size)
         return ObjectiveEvaluator(*parts, objective, self.run.log, iterations=iterations, batch_size=size)
 
     def _open(self, paths: tuple[str, ...], template: Any, count: int, use: str) -> Any:
-        """Read one split of the data, and return its dataset.
+        """Read one split of the data, and return its dataset, whose class depends on the objective.
 
         Args:
             paths: files of the split.
@@ -309,7 +312,7 @@ class PostTraining:
     ) -> FrozenModel:
         """Load the reference or reward model from a folder of checkpoints; `iteration` None loads the latest."""
         weights, store = self.weights, self.weights.weight_store
-        if store is not None:  # separate folders of --weight-store, because each folder has the files of one model
+        if store is not None:  # a folder of --weight-store has one model's files, so each role has its own
             weights = dataclasses.replace(weights, weight_store=str(Path(store) / role))
         return load_frozen(
             self._spec(scalar_head=role == "reward"),
