@@ -242,7 +242,7 @@ def _refuse_later_comms(units: Sequence[ProgramUnit]) -> None:
 
 
 def _check_arguments(model: object, config: object) -> None:
-    """Raise TypeError or ValueError if `zeropp` cannot use these arguments with any model."""
+    """Raise TypeError if an argument has a wrong type, and ValueError if `config` selects another ZeRO stage than 3."""
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise TypeError(f"megazpp.zeropp requires an nn.Module as its first argument, not {given}: pass the model")

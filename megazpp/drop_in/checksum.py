@@ -19,8 +19,8 @@ PLACE, *MIX = (-0x61C8864680B583EB, -0xAE502812AA7333, -0x3B314601E57A13AD)
 def checksum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a checksum of the bits of 1-D tensors in their order, as an int64 scalar tensor on their device.
 
-    On the CPU the checksum is CRC-32, at 3 GB/s; a changed bit leaves it equal with probability 2^-32. On other devices
-    it is `mixed_sum`, with probability about 2^-64.
+    On the CPU the checksum is CRC-32, computed at 3 GB/s. On other devices it is `mixed_sum`. Tensors that differ have
+    equal checksums with probability 2^-32 on the CPU, and about 2^-64 on other devices.
     """
     if shards[0].device.type != "cpu":
         return mixed_sum(shards)
@@ -31,7 +31,9 @@ def checksum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def mixed_sum(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum modulo 2^64 of a hash of each 8-byte word of the tensors and its position, an int64 scalar.
+    """Hash each 8-byte word of the tensors with its position, and return the sum of the hashes modulo 2^64.
+
+    The sum is an int64 scalar tensor on the tensors' device.
 
     The hash is the final mix of MurmurHash3: each input bit changes each output bit with probability 1/2. On a GPU the
     function launches about ten kernels, and the host does not wait.

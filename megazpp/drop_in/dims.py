@@ -79,10 +79,10 @@ class GuestDims(ParallelDims):
         return self.shard if self.timeline.device_type == "cuda" else self.twin("shard", self._name("shard"))
 
     def host_axes(self, *axes: str) -> list[MeshAxis]:
-        """Return a gloo axis over the same ranks as each given axis, for small messages from CPU to CPU.
+        """Return for each given axis another axis over the same ranks, with a gloo process group on the CPU.
 
-        ZeRO++ uses such axes to exchange votes. All ranks must call this method. The bytes count under the wire
-        "world".
+        ZeRO++ exchanges votes, small messages from CPU to CPU, along the returned axes. All ranks must call this
+        method. The bytes count under the wire "world".
 
         Args:
             axes: names of axes of the layout, such as "local".

@@ -113,7 +113,7 @@ class Handle(Sharding):
         super().invalidate_weights()
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Prepare ZeRO++ for an optimizer step.
+        """Check before an optimizer step that no gradients wait, and detect writes to weights since they were sent.
 
         Call this method only before steps of an optimizer whose class does not derive from torch's `Optimizer`. Hooks
         call it for all others.
@@ -225,9 +225,10 @@ class Handle(Sharding):
         return Path(folder, f"zeropp_{sizes}_rank{dist.get_rank()}.pt")
 
     def _kept_by(self) -> list[Any]:
-        """Return what must be equal to load saved state of ZeRO++: layout of ranks, names, shapes and dtypes, as lists.
+        """Return a description, in nested lists, of the run to which a saved state of ZeRO++ belongs.
 
-        `save` stores the description in its file. `load` uses a file only if its description equals this one.
+        It has the layout of ranks, and the names, shapes and dtypes of the parameters and of ZeRO++'s tensors. `save`
+        stores the description in its file. `load` uses a file only if its description equals this one.
         """
         axes = [getattr(self._layout, axis) for axis in ("cross", "local", "tp", "ep")]
         ranks = [self.device.type, *axes, list(self._layout.mesh_ranks())]
@@ -249,14 +250,14 @@ def _live_handles() -> weakref.WeakSet[Handle]:
     live = weakref.WeakSet[Handle]()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Prepare all models of `megazpp.zeropp` for an optimizer step; torch calls this hook before each step."""
+        """Call `before_optimizer_step` of all live handles; torch calls this hook before each optimizer step."""
         for handle in list(live):
             if handle.replaced is not None:
                 handle.replaced.refuse(optimizer)
             handle.before_optimizer_step(optimizer)
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Record an optimizer step in all models of `megazpp.zeropp`; torch calls this hook after each step."""
+        """Call `after_optimizer_step` of all live handles; torch calls this hook after each optimizer step."""
         for handle in list(live):
             handle.after_optimizer_step(optimizer)
 

@@ -206,7 +206,8 @@ class UnusedParameters:
 
     def __init__(self, unit: ProgramUnit) -> None:
         self._unit = unit
-        # `begin` and `read_later` fill these three; `restore_none` empties them when `.grad` is final.
+        # `begin` and `read_later` fill `_fresh`, `_used` and `_flags`. `restore_none` empties them once `.grad` is
+        # final.
         self._fresh: set[int] = set()  # indices of the parameters whose `.grad` was None when a reduction began
         # Indices of the parameters of which this rank has had a gradient since `.grad` was last None
         self._used: set[int] = set()
@@ -286,8 +287,8 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         # feedback of gradients that the program has cleared.
         self._errors_settled = True
         self._present: set[int] = set()  # indices of the parameters of which this rank has a gradient to reduce
-        # Cache of `_flags_of`, which saves a copy to the device per backward: the tensor of flags on the device, by the
-        # same flags as a tuple of bools
+        # Cache of the tensors that `_flags_of` returns, by their values as a tuple of bools. Without the cache, each
+        # backward would copy a tensor from the host to the device.
         self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}
         self._unused = UnusedParameters(unit)
         self._accumulation = context.accumulation
@@ -411,7 +412,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return result
 
     def _with_layout(self, held: NodeSums, indices: tuple[int, ...]) -> NodeSums:
-        """Return waiting partial sums in the layout of the parameters `indices`.
+        """Return waiting partial sums in the layout of a flat shard of the parameters `indices`.
 
         Args:
             held: partial sums of a subset of these parameters.
@@ -448,9 +449,10 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return self._feedback and any(part.scales is not None for part in across.layout.ranges)
 
     def errors(self, device: torch.device) -> Feedback | None:
-        """Return the error feedback of all trained parameters, or None if it is off.
+        """Return the error feedback of the cross-node hop, with room for the unit's trained parameters.
 
-        Call this method while no backward is running.
+        Error feedback keeps the quantization errors of the parameters' gradients. The result is None if error feedback
+        is off, or if no gradient is quantized. Call this method while no backward is running.
         """
         return self._errors_for(self.unit.trained, device)
 
@@ -459,7 +461,9 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         self._errors_settled = True
 
     def _errors_for(self, indices: tuple[int, ...], device: torch.device) -> Feedback | None:
-        """Return the error feedback for gradients of the unit's parameters with these indices; None if it is off.
+        """Return the error feedback for gradients of the unit's parameters with these indices.
+
+        The result is None if error feedback is off, or if none of these gradients is quantized.
 
         The error feedback has room only for these parameters. If the last call named other parameters, those that both
         calls name keep their quantization errors, and all others start at zero.
@@ -526,11 +530,13 @@ def _columns(segment: Segment) -> slice:
 
 
 def _empty(codec: Codec, hop: _Hop, *peers: int, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed messages [*peers, bytes] uint8 with room for the reduction's flags after each message.
+    """Allocate zeroed messages [*peers, bytes] uint8, with room after each message for one flag byte per parameter.
+
+    A flag says whether the sender has a gradient of the parameter.
 
     Args:
         codec: codec of the gradients, which sets the bytes of a message without flags.
-        hop: parameters of the reduction, each of which has a flag of one byte.
+        hop: parameters of the reduction.
         peers: leading dims of the result.
         device: device of the messages.
     """

@@ -186,8 +186,8 @@ class ProgramUnit(Unit):
     def origins(self) -> list[tuple[str, object]]:
         """Return (name, identity) of each parameter of the unit, to detect a parameter that two units share.
 
-        The identity is that of the parameter before FSDP2 replaced it. Equal identities in two units mean that the
-        units share a parameter. torch 2.11 does not record identities, so there they are never equal.
+        FSDP2 records the identity of a parameter before it replaces the parameter. Equal identities in two units mean
+        that the units share a parameter. torch 2.11 records none, so with torch 2.11 all returned identities differ.
         """
         found = zip(self.parameters, self._group.fsdp_params, strict=True)
         return [(parameter.name, getattr(p, "_orig_param_uid", id(p))) for parameter, p in found]

@@ -20,8 +20,8 @@ def mesh_to_wrap(model: nn.Module, fsdp: Mapping[str, Any]) -> DeviceMesh:
 
     Args:
         model: model to wrap.
-        fsdp: keyword arguments of `fully_shard`. If they contain a mesh, it is returned; otherwise the mesh has all
-            ranks of the job.
+        fsdp: keyword arguments of `fully_shard`. If they contain a mesh, the function returns it. Otherwise it returns
+            a mesh of all ranks of the job.
     Raises:
         RuntimeError: there is no process group.
         TypeError, ValueError: the mesh in `fsdp` has a wrong type or several dims, or the process group has no back end

@@ -72,7 +72,8 @@ class WatchedGather(ProgramGather):
         super().__init__(unit, context)
         self.ballot: Ballot | None = None
         self._trained: tuple[bool, ...] = ()  # `ProgramUnit.is_trained` when the shard was last sent
-        # [2] checksums of the shards when they were last sent: of the frozen and of the trained parameters
+        # Two checksums of this rank's shards when they were last sent: of the frozen and of the trained parameters.
+        # With weight deltas, the second one is the checksum of all parameters. None before the shards are first sent
         self._sums: torch.Tensor | None = None
         # Tensors of a checkpoint that `load_kept` has got, by name, until `restore_kept` uses or drops them
         self._loaded: dict[str, torch.Tensor] = {}
@@ -136,19 +137,20 @@ class WatchedGather(ProgramGather):
         return True
 
     def next_crossing(self) -> InterNodeMessage:
-        """Return what this rank needs to send between nodes, after a comparison of checksums.
+        """Return the kind of message that this rank needs to send between nodes, after a comparison of checksums.
 
-        The values are nothing, a weight delta (or only the trained parameters), and a keyframe with whole weights.
-        On CUDA the host waits for the device.
+        The kinds are NOTHING, DIFFERENCE (a weight delta, or only the trained parameters if nodes exchange no weight
+        deltas) and KEYFRAME (the weights of all parameters). On CUDA the host waits for the device.
         """
         vote = self.vote()
         return max([vote, *(kind for differs, kind in self.unknown(vote) if differs)])
 
     def vote(self) -> InterNodeMessage:
-        """Return what this rank needs to send between nodes, without a comparison of checksums.
+        """Return the kind of message that this rank needs to send between nodes, without a comparison of checksums.
 
-        The values are nothing, a weight delta (or only the trained parameters), and a keyframe with whole weights.
-        Version counters and recorded optimizer steps decide, so the host does not wait for the device.
+        The kinds are NOTHING, DIFFERENCE (a weight delta, or only the trained parameters if nodes exchange no weight
+        deltas) and KEYFRAME (the weights of all parameters). Version counters and recorded optimizer steps decide, so
+        the host does not wait for the device.
         """
         if self.secondary.messages is None or self._made_from is None or self._trained != self.unit.is_trained:
             return InterNodeMessage.KEYFRAME
@@ -227,10 +229,10 @@ class WatchedGather(ProgramGather):
         return True
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the messages of the unit that all ranks must send between nodes now, as they have voted.
+        """Return the kinds of the messages that all ranks must send of this unit between nodes now, as they have voted.
 
-        See `TwoHopGather._crossings`. The messages are a weight delta (or only the trained parameters), a keyframe, or
-        both.
+        The result has at most two kinds. DIFFERENCE is a weight delta, or only the trained parameters if nodes exchange
+        no weight deltas. KEYFRAME is the weights of all parameters. See `TwoHopGather._crossings` for `early`.
         """
         if self.secondary.messages is None:  # the unit's first use on all ranks: they send keyframes without a vote
             self.ballot = None
@@ -275,9 +277,10 @@ class WatchedGather(ProgramGather):
         torch._foreach_copy_([messages[:, start:stop] for start, stop in part], list(received))
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
-        """Return the bytes that this rank sends to each other node for a message of kind `crossing`.
+        """Return the bytes that this rank sends to each other node in a message of the kind `crossing`.
 
-        The kinds are a weight delta (or only the trained parameters), and a keyframe with whole weights.
+        DIFFERENCE is a weight delta, or only the trained parameters if nodes exchange no weight deltas. KEYFRAME is the
+        weights of all parameters.
         """
         if crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences:
             return sum(stop - start for start, stop in self._trained_bytes())
@@ -328,7 +331,7 @@ class WatchedGather(ProgramGather):
 
 
 class WriteWatch:
-    """The votes on a model of `megazpp.zeropp`: before each forward, ranks agree which weights to send between nodes.
+    """The votes on a model of `megazpp.zeropp`: before each forward, ranks agree which units send weights across nodes.
 
     Args:
         gathers: all-gathers of the units that keep a secondary partition, in the same order on all ranks.
@@ -367,11 +370,10 @@ class WriteWatch:
             module.register_forward_hook(self._end, always_call=True)
 
     def crossings(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
-        """Yield the messages of a unit that all ranks must send between nodes now, in order.
+        """Yield the kinds of the messages that all ranks must send of a unit between nodes now, see `undone`.
 
-        They are a weight delta (or only the trained parameters), a keyframe, or both.
-        If the program gathers the unit outside of a forward, the ranks first vote on it. This method may wait for the
-        votes of other ranks.
+        If the program gathers the unit outside of a forward, the ranks first vote on the unit. This method may wait for
+        the votes of other ranks.
         """
         # If the program has called `FSDPModule.unshard` outside of a forward, ranks have not voted on this unit yet.
         if not (in_backward() or gather in self._decided):
@@ -379,9 +381,10 @@ class WriteWatch:
         yield from self.undone(gather)
 
     def undone(self, gather: WatchedGather) -> Iterator[InterNodeMessage]:
-        """Yield the messages of a unit that ranks must send because of the last vote, and have not sent yet.
+        """Yield the kinds of the messages of a unit that the last vote asks for, and that ranks have not sent yet.
 
-        They are a weight delta (or only the trained parameters), a keyframe, or both.
+        DIFFERENCE is a weight delta, or only the trained parameters if nodes exchange no weight deltas. KEYFRAME is the
+        weights of all parameters. If ranks have voted for both kinds, DIFFERENCE comes first.
         """
         ballot, gather.ballot = gather.ballot, None
         if ballot is None:

@@ -15,8 +15,8 @@ Hops run in communication queues (parallel/comm_queue.py), one per axis: cross-n
 hops on `local`. So the collectives of each process group have the same order on every rank.
 
 At most the following tensors are in flight: the gradients of `UNITS_IN_FLIGHT` units before their intra-node hop, the
-partial sums [N, S] of every unit before its cross-node hop, and the received weights of one unit. Results are
-bit-identical with and without overlap.
+partial sums of every unit before its cross-node hop, and the received weights of one unit. Results are bit-identical
+with and without overlap.
 
 On CUDA, memory that one stream allocates and another stream uses must not be reused too early. The table names the
 streams and gives the reason why each buffer is safe:
@@ -172,7 +172,9 @@ class GatherSchedule:
         self._prefetch = overlap and queue.blocks_host
         self._order: list[Startable] = []  # gathers of the units used so far, in the order of their first use
         self._all: list[Startable] = []  # gathers of all units
-        self._stale: deque[Startable] = deque()  # gathers whose weights may have changed since they last crossed nodes
+        # Gathers whose cross-node hop has yet to start, because their units' weights may have changed since the last
+        # hop
+        self._stale: deque[Startable] = deque()
         # CUDA event that `used` records at the first use of a unit after the weights changed. The cross-node hops of
         # `_stale` wait for this event, not for later compute. None on the CPU and before the first such use.
         self._since: Moment = None
@@ -182,12 +184,12 @@ class GatherSchedule:
         self._all.append(gather)
 
     def used(self, gather: Startable, *, crossed: bool) -> None:
-        """Start hops of units that FSDP2 will use next, after a use of one unit.
+        """Start hops of the units that FSDP2 will use next; `TwoHopGather` calls this method at each use of a unit.
 
         Args:
             gather: all-gather of the used unit, whose own hops are already submitted.
-            crossed: True if the used unit's weights had to cross nodes. Then the weights of all other units may have
-                changed too, and their cross-node hops start.
+            crossed: True if this use has sent the unit's weights between nodes. Then the weights of all other units may
+                have changed too, so this call and later ones start their cross-node hops.
         """
         if crossed:
             self._stale = deque(other for other in dict.fromkeys([*self._order, *self._all]) if other is not gather)
@@ -201,9 +203,10 @@ class GatherSchedule:
                 following[0].prefetch()
 
     def forget_stale(self) -> None:
-        """Clear the list of units whose cross-node hop is still to start; call this method after an optimizer step.
+        """Cancel the cross-node hops that have not started; call this method after an optimizer step.
 
-        The step has changed all weights. The first use of a unit afterwards lists all other units again.
+        These hops would wait only for compute before the step, and could read weights that the step has not written
+        yet. The next use of a unit that sends weights between nodes plans the hops of all other units anew.
         """
         self._stale.clear()
 

@@ -230,8 +230,8 @@ class CommPlan(NamedTuple):
 
     gather: GatherPlan | None = None  # None: weights are gathered in one hop, as by FSDP2
     reduce: ReducePlan | None = None  # None: gradients are reduced in one hop, as by FSDP2
-    # True if gathers of weights and reductions of gradients overlap with the compute. On CUDA, FSDP2 always overlaps
-    # collectives in one hop, whatever these fields say.
+    # `overlap_gather` is True if gathers of weights overlap with the compute, `overlap_reduce` if reductions of
+    # gradients do. On CUDA, FSDP2 always overlaps collectives in one hop, whatever the two fields say.
     overlap_gather: bool = False
     overlap_reduce: bool = False
     notices: tuple[str, ...] = ()  # lines for the log about flags that have no effect

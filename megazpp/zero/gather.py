@@ -91,8 +91,8 @@ class CountedGather(DefaultAllocMixin, AllGather):
     ) -> Pending | None:
         """Gather `input_tensor`, n elements from each of W ranks, into `output_tensor` [W n]; FSDP2 calls this.
 
-        Returns a handle that FSDP2 waits for, or None if the parameters are complete, or if FSDP2's gather stream
-        waits for them.
+        Returns a handle that FSDP2 waits for, if gathers overlap with the compute on the CPU. Otherwise returns None:
+        the parameters are complete, or on CUDA FSDP2's gather stream waits for them.
         """
         done = self._queue.submit(lambda: self.axis.all_gather(input_tensor, out=output_tensor, of=self._of))
         if self._overlap and self._queue.blocks_host:
@@ -125,7 +125,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         unit: the sharding unit.
         context: axes, schedules and formats that all units share.
     Attributes:
-        secondary: secondary partition of the unit, which runs the cross-node hop and holds its result.
+        secondary: object of the unit's secondary partition, which runs the cross-node hop and stores the received
+            weights.
         crossing_key: key in checkpoints of the kind of message that the unit's next use sends between nodes.
     """
 
@@ -171,9 +172,10 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self._made_from = self._received = self._after_step = None
 
     def before_step(self) -> None:
-        """Prepare the unit's gather for an optimizer step; call this method before the step on all ranks.
+        """Start all cross-node hops that the last step's weights still need, and detect writes to the unit's weights.
 
-        If the weights were written to since they were sent, the next use sends whole weights instead of a weight delta.
+        Call this method on all ranks before an optimizer step. If the program has written to the weights since they
+        were sent, the next use sends whole weights instead of a weight delta.
         """
         # Units that no forward has used since the last optimizer step have not sent that step's weight deltas. Send the
         # deltas now, so that the resident weights depend only on the steps, not on which units a forward has used.
@@ -215,7 +217,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             group: FSDP2's process group, which is not used.
             async_op: ignored.
         Returns:
-            A handle that FSDP2 waits for, or None if the parameters are complete, or if FSDP2's gather stream waits.
+            A handle that FSDP2 waits for, if gathers overlap with the compute on the CPU. Otherwise None: the
+            parameters are complete, or on CUDA FSDP2's gather stream waits for them.
         """
         # ---- the cross-node hop, if the weights have changed
         size = self._codec.layout.size
@@ -264,7 +267,10 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         return self._codec.message_bytes
 
     def new_row(self, device: torch.device) -> torch.Tensor:
-        """Return zeros [S] in the compute dtype, into which this rank's row of the resident weights can be loaded."""
+        """Return zeros in the compute dtype, one per element of a flat shard.
+
+        The caller loads this rank's row of the resident weights into the result.
+        """
         return torch.zeros(self._codec.layout.size, dtype=self._codec.dtype, device=device)
 
     def warm_up(self, device: torch.device) -> None:
@@ -351,9 +357,9 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self._has_stepped = crossing == InterNodeMessage.DIFFERENCE
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the messages that this unit must send between nodes now: none, a weight delta or a keyframe.
+        """Return the kinds of the messages that this unit must send between nodes now; empty if it must send none.
 
-        The result is the same on all ranks.
+        A kind is a weight delta or a keyframe with whole weights. The result is the same on all ranks.
 
         Args:
             early: True if `start_early` calls this method before a use of the unit. It has an effect only in models of
@@ -400,7 +406,10 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _crossing_bytes(self, crossing: InterNodeMessage) -> int:
-        """Return the bytes that this rank sends to each other node for a weight delta or a keyframe, see `crossing`."""
+        """Return the bytes that this rank sends to each other node in a message of the kind `crossing`.
+
+        `crossing` is a weight delta or a keyframe.
+        """
         return self.secondary.crossing_bytes(keyframe=crossing == InterNodeMessage.KEYFRAME)
 
     def _hop_inside(self, messages: torch.Tensor) -> torch.Tensor:
@@ -471,8 +480,8 @@ class Secondary:
         """Return the bytes that this rank sends to each other node in one cross-node hop.
 
         Args:
-            keyframe: True for a hop that sends whole weights, False for a hop that sends a weight delta. It has no
-                effect here, because this class always sends whole weights; `Resident` sends both kinds.
+            keyframe: True for a hop that sends whole weights, False for a hop that sends a weight delta. This class
+                ignores the argument, because it always sends whole weights.
         """
         return self.codec.message_bytes
 

@@ -42,7 +42,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         unit: the sharding unit.
         context: axes, schedules and formats that all units share.
     Attributes:
-        reduced: indices in the unit of the parameters whose gradients FSDP2 passes.
+        reduced: indices, in the unit, of the parameters whose gradients FSDP2 passes to the reduce-scatter.
         total: sum of all elements of this rank's unreduced gradients since `watch`, a scalar tensor; None if there were
             no gradients.
     """
@@ -163,14 +163,14 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             self._finish_later(work, result)
 
     def fills(self, output: torch.Tensor) -> bool:
-        """Return True if FSDP2 makes `.grad` a view of `output`, which may then be filled until the backward ends.
+        """Return True if FSDP2 makes `.grad` a view of `output`, so the reduction may fill it until the backward ends.
 
-        Otherwise FSDP2 reads `output` at once: it casts gradients that are not fp32, and adds to an existing `.grad`.
+        Otherwise FSDP2 reads `output` at once, to cast it to fp32 or to add it to an existing `.grad`.
         """
         return output.dtype == torch.float32 and not self.unit.has_gradients(self.reduced)
 
     def _filled(self) -> None:
-        """Drop the finished task that has filled `.grad`, because its reference keeps gradients in memory."""
+        """Drop the finished task that has filled `.grad`, because a reference to it keeps gradients in memory."""
         self._filling = Work(None)
 
     def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:
@@ -229,7 +229,9 @@ class TwoHopReduce(SummingReduce):
         self._every_micro_batch = zero.zero_cross_every_microbatch
         self._partial_dtype = torch.bfloat16 if zero.zero_accumulate_in_bf16 else torch.float32
         self._codecs: dict[tuple[tuple[int, ...], torch.dtype], tuple[Codec, Codec]] = {}
-        # [N, S] sums over the node's ranks and the step's micro-batches so far. Only tasks of the local queue use them.
+        # Gradients that wait for the step's last micro-batch, summed over the node's ranks and the micro-batches so
+        # far: [N, S], S elements for each of N nodes. None if no gradients wait. Only tasks of the local queue use
+        # them.
         self._partial_sums: torch.Tensor | None = None
         self.kept_errors: Feedback | None = None
 
@@ -295,10 +297,10 @@ class TwoHopReduce(SummingReduce):
         return result
 
     def errors(self, device: torch.device) -> Feedback | None:
-        """Return the error feedback of the cross-node hop, allocated at the first call; None if it is off.
+        """Return the error feedback of the cross-node hop, whose quantization errors are on `device`.
 
-        The error feedback keeps the hop's quantization errors on `device`. Outside the cross queue, call this method
-        only while no backward is running.
+        The first call allocates the error feedback. The result is None if error feedback is off, or if the hop
+        quantizes no gradient. Outside the cross queue, call this method only while no backward is running.
         """
         if self._feedback and self.kept_errors is None:
             _, across = self._codecs_of(self.unit.trained)
@@ -307,9 +309,9 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def message_bytes(self) -> tuple[int, int]:
-        """The bytes of one flat shard's message inside a node and across nodes.
+        """The sizes in bytes of the two messages that carry one flat shard: inside a node, and across nodes.
 
-        Both numbers hold for a backward in which all trained parameters get gradients.
+        They hold for a backward in which all trained parameters get gradients.
         """
         inside, across = self._codecs_of(self.unit.trained)
         return inside.layout.message_bytes, across.layout.message_bytes

@@ -65,7 +65,7 @@ class DeviceStates:
             leaves them to FSDP2.
         adamw: constructor of AdamW from parameter groups and settings; None for `ShardedAdamW`.
         device: device that computes; None for the device of the parameters.
-        partial: names of the parameters whose gradient is partial on each tensor-parallel rank, to be summed over them.
+        partial: names of the parameters whose gradients must still be summed over tensor-parallel ranks.
     """
 
     unit: type[Unit] = Unit
@@ -78,7 +78,7 @@ class DeviceStates:
     partial: Collection[str] = frozenset()
 
     def connect(self, units: Sequence[Any], context: CommContext, dims: ParallelDims) -> None:
-        """Do nothing; a subclass stores these objects of the sharded model. `shard_model` calls this method once.
+        """Do nothing; a subclass stores the arguments for later use. `shard_model` calls this method once.
 
         Args:
             units: sharding units of the model.
@@ -167,10 +167,11 @@ class Sharding:
         self.states.begin_step()
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Tell FSDP2 and the reduce-scatters if the next micro-batch is the last one of its training step.
+        """Tell FSDP2 and the reduce-scatters whether the next micro-batch is the last one of its training step.
 
-        Only the last one reduces gradients in stages 0 and 1, sums them over replicas with HSDP, and frees the gathered
-        parameters in stages 0 to 2. Call this method before each forward of a training step.
+        Only the last micro-batch reduces gradients over ranks in stages 0 and 1, and over replicas with HSDP. Only the
+        last one frees the gathered parameters in stages 0 to 2. Call this method before each forward of a training
+        step.
 
         Args:
             last: True for the last micro-batch of a training step, after which the gradients are complete.
@@ -188,9 +189,9 @@ class Sharding:
     def end_step(self, factor: torch.Tensor | float, *, iteration: int) -> None:
         """Scale the error feedback of qgZ like the gradients of this training step.
 
-        Error feedback keeps the quantization errors of gradients, and adds them to the next step's gradients. So both
-        must have the same scale. Call this method after the optimizer's step, or after the optimizer has skipped the
-        step. The host does not wait for the device.
+        Error feedback keeps the quantization errors of this step's gradients, and adds them to the next step's
+        gradients. The errors must have the scale of the gradients to which they are added. Call this method after the
+        optimizer's step, or after the optimizer has skipped the step. The host does not wait for the device.
 
         Args:
             factor: clip factor of this step, times the ratio of the next step's loss scale to this step's; 0 if the

@@ -214,7 +214,7 @@ class Unit:
         return bool(self._group.reduce_grads)
 
     def with_gradient(self) -> tuple[int, ...]:
-        """Return the indices of the unit's parameters whose gradient on this rank FSDP2 has not reduced yet."""
+        """Return the indices of the unit's parameters that have, on this rank, a gradient that is not reduced yet."""
         found = enumerate(self._group.fsdp_params)
         return tuple([index for index, parameter in found if _has_gradient(parameter)])
 
@@ -260,8 +260,8 @@ class Unit:
         """Add a flat shard of reduced gradients to the gradients of the unit's parameters, in place.
 
         Args:
-            reduced: [S] flat shard with the reduced gradients of the parameters with these indices.
-            indices: indices in the unit of these parameters.
+            reduced: [S] flat shard of S elements with this rank's shards of the reduced gradients.
+            indices: indices, in the unit, of the parameters whose gradients `reduced` holds.
             gradients: DTensors to add to, one per index; None in the sequence skips its parameter. By default they are
                 the parameters' `.grad`.
         """
@@ -285,7 +285,10 @@ class Unit:
         return self.modules[0]._get_fsdp_state()._fsdp_param_group
 
     def _tensors(self) -> list[Any]:
-        """Return the tensors that the unit's modules hold as parameters now, which are sharded or gathered."""
+        """Return the tensors that the unit's modules hold as parameters now.
+
+        While the unit is sharded, they are the sharded parameters, otherwise the gathered parameters.
+        """
         # Access to `_parameters` takes half the host time of `getattr`.
         return [p.module._parameters[p.attribute] for p in self.parameters]
 

@@ -203,8 +203,8 @@ class Codec:
         """Dequantize messages of K peers, and sum the K flat shards in fp32.
 
         Args:
-            messages: [K, B, M] uint8 messages, B from each peer.
-            out: [B, S] tensor for the B sums.
+            messages: [K, B, M] uint8 messages of M bytes, B from each of K peers.
+            out: [B, S] tensor for the B sums of S elements.
             accumulate: True adds the sums to the values in `out`; False overwrites them.
         """
         unpack_sum(messages, self._table, out=out, accumulate=accumulate)
