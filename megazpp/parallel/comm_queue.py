@@ -229,7 +229,7 @@ def _without_gradients() -> AbstractContextManager[object]:
 class HostCopy:
     """An asynchronous copy of a few numbers from the GPU to the host, which does not wait for the GPU.
 
-    For a CPU tensor no copy is made. The caller must not change `values` before `wait`.
+    A CPU tensor is not copied, so the caller must not change `values` before `wait`.
     """
 
     def __init__(self, values: torch.Tensor) -> None:

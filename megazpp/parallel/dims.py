@@ -176,7 +176,9 @@ class ParallelDims:
 
     @functools.cached_property
     def node(self) -> MeshAxis:
-        """The axis tp x local, for Muon: the ranks of this node that share a model copy, by local and then tp index.
+        """The axis tp x local, for Muon: the ranks of this node that share a model copy.
+
+        Their order is that of the local index, and then of the tp index.
 
         Its process group is created on first use, so all ranks must make the first use together.
         """
@@ -193,7 +195,7 @@ class ParallelDims:
     def _is_shared(self, axis: str) -> bool:
         """Return True if the experts' parameters and all other parameters use the same `MeshAxis` for the axis `axis`.
 
-        False for every axis of the `ParallelDims` of a whole model, because only the one for experts shares axes.
+        Return False for every axis if this object has the axes of a whole model.
         """
         return self._dense is not None and axis not in EXPERT_NAMES
 

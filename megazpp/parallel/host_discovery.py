@@ -90,7 +90,11 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
 
 
 def _wait_for(store: dist.Store, key: str, rank: int) -> bytes:
-    """Return what `rank` writes to the store under `key`. Raise a ValueError that names the rank if it does not."""
+    """Wait for the value that `rank` writes to the store under `key`, and return it.
+
+    Raises:
+        ValueError: the rank has not written the value within the store's timeout. The message names the rank.
+    """
     try:
         return bytes(store.get(key))
     except dist.DistStoreError as error:

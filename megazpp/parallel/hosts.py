@@ -244,8 +244,8 @@ class Hosts:
     def _find_killed(self, store: dist.Store) -> None:
         """End the job if all connections of a host to the store have been closed before the host has left the job.
 
-        The kernel closes the connections of killed processes. If only the link is down, they stay open, and the
-        watchdogs of the ranks end the job later. Node 0 calls this.
+        The kernel closes the connections of killed processes. If only the link is down, the connections stay open, and
+        the watchdogs of the ranks end the job later. Node 0 calls this method.
         """
         connected = connected_to(self.port)
         if not self._others:

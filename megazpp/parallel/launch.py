@@ -378,7 +378,8 @@ class Workers:
         self.command, self._ranks_per_node, self._nodes = command, ranks_per_node, nodes
         first, count = (0, nodes) if node is None else (node * ranks_per_node, 1)
         self._ranks = range(first, first + count * ranks_per_node)
-        # Times at which the job is over although workers still run: after a failure, and after a worker's success
+        # Times at which the job is over although workers still run. `_deadline` is set when a worker fails, `_end` when
+        # a worker ends without an error
         self._deadline: float | None = None
         self._end: float | None = None
 
@@ -427,12 +428,12 @@ class Workers:
 
         The job is over if all workers have ended, if one has failed, or GRACE_SECONDS after the first secondary failure
         (EXIT_SECONDARY: a collective broke because another rank has ended). A worker that ends without an error has
-        passed a barrier of all ranks. The others have nothing left to do then, so the job is also over if they still
-        run after the limit: their processes were stopped, or are stuck in their exit.
+        passed a barrier of all ranks, so the other workers have nothing left to do. The job is therefore also over if
+        they still run `end_seconds` later: their processes were stopped, or are stuck in their exit.
 
         Returns:
-            None while the job runs. Once the job is over, the nonzero exit codes by rank, {} if all ranks succeeded. A
-            worker that still runs after the limit has the code EXIT_LATE.
+            None while the job runs. Once the job is over, the nonzero exit codes by rank, {} if all ranks succeeded.
+            EXIT_LATE is the code of a worker that still runs `end_seconds` after another worker has succeeded.
         """
         started = zip(self._ranks, self.processes, strict=True)
         codes = {rank: code for rank, process in started if (code := process.poll()) is not None}

@@ -107,7 +107,7 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
 
 
 def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:
-    """Return the seconds of an all-gather along `axis`: each rank's median, and of these the slowest rank's."""
+    """Measure an all-gather along `axis`: return the largest of all ranks' medians of its seconds."""
     mine = torch.zeros(bytes_per_rank, dtype=torch.uint8, device=device)
     out = torch.empty(bytes_per_rank * axis.size, dtype=torch.uint8, device=device)
     return _time(lambda: axis.all_gather(mine, out=out), world, device, average=statistics.median)

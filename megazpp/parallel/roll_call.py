@@ -142,7 +142,13 @@ def report_failure(place: RankInfo, error: JobError) -> None:
 def tell(store: dist.Store, place: RankInfo, error: JobError, *, host: str | None = None) -> None:
     """Take part in a roll call for a rank that has failed: write its error instead of facts, and wait for the verdict.
 
-    `report_failure` describes the arguments. If no other rank of this host has printed the error, print it.
+    If no other rank of this host has printed the error, print it.
+
+    Args:
+        store: rendezvous store of the job.
+        place: this process's rank and the number of ranks.
+        error: error that ends this rank.
+        host: name of this host; None uses the system's host name.
     """
     root, host = _root(store), host or socket.gethostname()
     if place.local_rank != 0:

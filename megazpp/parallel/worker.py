@@ -248,10 +248,11 @@ def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
 
 
 def _let_others_read(worker: Worker) -> None:
-    """Wait until all ranks have read the first failure, if the store ends with this process, but for a few seconds.
+    """Record in the store that this rank has read the first failure; if this process hosts the store, wait for others.
 
     Without a launcher that hosts the store, rank 0's process hosts it. If rank 0 ended at once, other hosts could not
-    print why the job ends. All ranks of a job on several hosts call this after a failure.
+    print why the job ends. So rank 0 waits up to three seconds until all ranks have read the failure. All ranks of a
+    job on several hosts call this function after a failure.
     """
     with contextlib.suppress(Exception):  # the process that hosts the store has ended
         key, deadline = f"{FAILURES.format(worker.restarts)}/read", time.monotonic() + 3 * REPORT_SECONDS
