@@ -116,7 +116,10 @@ class Layout:
         return self._group(axis, self.cluster.position_of(rank))
 
     def axis_groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yield all groups of `axis`, each in axis order. The order of the groups is the same on all ranks."""
+        """Yield the global ranks of each process group along `axis`, as a tuple in axis order.
+
+        The groups together contain every rank of the job once. Their order is the same on all ranks.
+        """
         stride, size = self._stride_and_size(axis)
         for block in range(0, self.cluster.world_size, stride * size):
             for first in range(block, block + stride):
