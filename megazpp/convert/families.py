@@ -158,8 +158,8 @@ class Relative:
         prefix: prefix of the tensor names. Files that transformers' AutoModel has written without an output layer have
             names without this prefix.
         buffers: pattern of the names of stored tensors that are not weights. They are ignored.
-        predicts: True if files may contain further layers after the model's last layer, which predict several tokens. A
-            conversion leaves these layers out.
+        predicts: True if files may contain further layers after the model's last layer, which predict tokens after the
+            next one. A conversion leaves these layers out.
         model_type: name of the family in config.json.
         class_name: transformers' class of the model with its output layer.
         biases: keys of config.json that enable biases in all linear layers.

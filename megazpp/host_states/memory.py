@@ -461,7 +461,7 @@ class HostedUnit(Unit):
             self._group.reduce_grads = before
 
     def pop_gradients(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Return the unreduced, unsharded gradients of the unit's parameters with these indices, in their order.
+        """Return the unreduced, unsharded gradients of the unit's parameters `indices`, in this order.
 
         FSDP2's references to these gradients are set to None, so that the next backward starts new ones.
         """
@@ -494,7 +494,7 @@ class HostedUnit(Unit):
     def check_shard_reader(self, expected: torch.Tensor) -> None:
         """Check that `shard_reader` returns the input of FSDP2's all-gather; see `Unit.check_shard_reader`.
 
-        With a secondary partition (hpZ) do nothing, because that input is a placeholder.
+        With a secondary partition (hpZ) do nothing, because the all-gather's input is then a placeholder.
         """
         if not self.states.keeps_copy:
             super().check_shard_reader(expected)

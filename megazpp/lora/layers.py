@@ -63,7 +63,8 @@ class LowRankAdapter(Adapter):
         scale: factor of the adapter's output, alpha / r.
         dropout: dropout module that is applied to the adapter's input.
     Attributes:
-        reference: matrices A and B that the adapter uses while it is not enabled; None if it is then left out.
+        reference: matrices A and B that the adapter uses while it is not enabled. With None, an adapter that is not
+            enabled is left out.
     """
 
     def __init__(self, linear: Linear, out_features: int, *, rank: int, scale: float, dropout: nn.Module) -> None:

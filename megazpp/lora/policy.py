@@ -66,7 +66,7 @@ def load_adapted(
     New adapters do not change the model's function before they are trained. All ranks call this.
 
     Args:
-        spec: specification of the model.
+        spec: config, precision and seed of the model.
         lora: flags of LoRA.
         place: device and process groups for the frozen weights.
         source: checkpoint of the base weights.
@@ -113,7 +113,7 @@ def load_adapted(
 
 
 def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGenerator | None) -> None:
-    """Add LoRA adapters to the layers that `settings.targets` names. Their parameters are on the meta device.
+    """Add LoRA adapters, with parameters on the meta device, to the layers that `settings.targets` names.
 
     Args:
         model: model that gets the adapters.

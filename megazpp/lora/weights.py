@@ -168,7 +168,7 @@ class AdaptedReader(SafeReader):
         Args:
             key: key of the weight in the checkpoint.
             offsets: first row and first column of the part.
-            box: tensor that gets the part; its shape gives the part's size.
+            box: tensor into which the part is written. It has the part's shape.
         """
         if key.startswith(SCALAR_HEAD):
             self._own.read_box(key, offsets, box)

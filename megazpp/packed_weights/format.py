@@ -140,7 +140,7 @@ def at_rest(bits: int | None, dtype: torch.dtype) -> tuple[int, torch.dtype]:
 
 
 class Placed(NamedTuple):
-    """The bytes of a weight in the messages of packed weights, which start at the same byte in each rank's message.
+    """The position of a weight in messages of packed weights, the same in the messages of all ranks.
 
     Attributes:
         name: name of the weight.
@@ -166,7 +166,7 @@ class Placed(NamedTuple):
         return messages[:, self.start : self.stop].unflatten(1, (self.part_rows, -1))
 
     def load(self, load: LoadRows, part: int) -> Iterator[torch.Tensor]:
-        """Read the weight's rows for one rank's message, and yield them unpacked, a few at a time, without padding.
+        """Read the weight's rows for one rank's message, and yield them, not yet packed, a few at a time.
 
         Args:
             load: function that reads a range of rows (dim 0) of the named weight.
@@ -257,7 +257,7 @@ def plan_message(
         dtype: dtype of matrices that are not quantized.
         vectors: dtype of vectors and other weights that are not matrices; their dim 0 is split over ranks too. With
             None, every message holds these weights, and matrices of one row, completely and in fp32.
-        align: number of bytes to a multiple of which the message's size is rounded up.
+        align: number of bytes. The message's size is rounded up to a multiple of this number.
         exact: names of matrices that are stored like vectors, so that they are not quantized.
     """
     placed, start = [], 0

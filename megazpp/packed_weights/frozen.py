@@ -67,7 +67,7 @@ def freeze(
         device: device on which packed weights are stored and unpacked.
         dtype: dtype in which the model computes.
         bits: bits per element of packed matrices; None for the bits of `dtype`, without rounding.
-        trained: function that returns True for the name of a parameter that is not frozen and stays unchanged.
+        trained: function that returns True for the name of a trained parameter, which is not frozen and stays as it is.
     Returns:
         The handle to the units.
     Raises:

@@ -55,7 +55,7 @@ class WeightStore:
 
         Args:
             index: index of the message in the file.
-            buffer: [bytes of the message] uint8 on the CPU, written.
+            buffer: [bytes of the message] uint8 on the CPU, which the method fills.
         Raises:
             DamagedError: the message does not have the CRC-32 that is stored in the file. The file has been removed.
         """

@@ -159,9 +159,10 @@ class StreamedUnits:
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Return a context that has no effect; for frozen units it keeps weights unpacked during a generation.
+        """Return a context that has no effect.
 
-        Each use of a streamed layer fetches the layer's weights again.
+        The same method of frozen units keeps weights unpacked during a generation. But each use of a
+        streamed layer fetches the layer's weights again.
         """
         yield
 

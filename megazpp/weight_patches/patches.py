@@ -64,7 +64,8 @@ class WeightPatches:
         sharding: sharding of the model, with its sharding units.
         dims: mesh axes.
         dtype: 16-bit dtype in which training computes, which the files contain.
-        lock: open lock file from `take_patches_folder`, which this object keeps open; None without a lock.
+        lock: open lock file from `take_patches_folder`, which this object keeps open so that the folder stays locked;
+            None on ranks that hold no lock.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ def take_patches_folder(path: str, rank: int) -> tuple[Path, IO[str] | None]:
     """Create the folder of --save-weight-patches, and lock it for this job.
 
     Args:
-        path: value of the flag.
+        path: value of --save-weight-patches.
         rank: rank of this process in the job.
     Returns:
         the folder and the open lock file, which locks the folder until it is closed. On ranks other than 0, None takes
