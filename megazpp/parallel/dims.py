@@ -456,14 +456,15 @@ def find_difference(axis: MeshAxis, values: Mapping[str, str]) -> tuple[str, dic
         axis: axis of the ranks to compare.
         values: this rank's values by name.
     Returns:
-        None if all ranks have equal values. Otherwise the first two ranks that differ, as the words "rank 0 on HOST and
-        rank N on HOST", and the two values of each name whose values differ. All ranks return the same result.
+        None if all ranks have equal values. Otherwise the axis's first rank and the first rank that differs from it, as
+        the words "rank N on HOST and rank M on HOST", and the two values of each name whose values differ. All ranks
+        return the same result.
     """
     found = axis.share_object(axis.gather_objects((socket.gethostname(), dict(values))))
     first, expected = found[0]
     for rank, (host, given) in enumerate(found):
         if differ := {name: (value, given[name]) for name, value in expected.items() if given[name] != value}:
-            return f"rank 0 on {first} and rank {rank} on {host}", differ
+            return f"rank {axis.ranks[0]} on {first} and rank {axis.ranks[rank]} on {host}", differ
     return None
 
 

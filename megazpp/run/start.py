@@ -38,13 +38,13 @@ from megazpp.data.cache import cache_key
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.kernels import formats
 from megazpp.parallel.config import LaunchConfig
+from megazpp.parallel.dims import ParallelDims, find_difference, raise_on_all_ranks
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of, launch_workers, launch_workers_of_host
 from megazpp.parallel.roll_call import hosts_in, launched_place, report_failure
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
-from megazpp.topology.layout import Layout
 from megazpp.training.config import TrackingConfig
 from megazpp.training.context import default_run_dir
 
@@ -159,26 +159,30 @@ def facts_of_data(tokenizer: Tokenizer, samples: Mapping[str, Any]) -> dict[str,
     }
 
 
-def facts_of_kernels(layout: Layout, device: torch.device) -> dict[str, str]:
-    """Return properties of torch's kernels that must be equal if several ranks update copies of the same weights.
+def check_kernels(dims: ParallelDims, device: torch.device) -> None:
+    """Check that ranks which update copies of the same weights do so with equal CPU kernels. All ranks call this.
 
-    Kernels of two instruction sets round differently, so such copies would drift apart. With tensor parallelism, each
-    rank also computes the gradients of its copies, whose sums depend on the number of threads. The keys are the names
-    that error messages use. Without copies, the result is {}.
+    Kernels of two instruction sets round differently, so copies on the axis `replicate` or tp would drift apart. With
+    tensor parallelism, each rank also computes the gradients of its copies, whose sums depend on the number of threads.
+    Nothing is compared on other devices.
 
-    Args:
-        layout: sizes of the axes. Ranks of `replicate` have copies of all weights, ranks of `tp` copies of some.
-        device: device of this rank.
+    Raises:
+        ValueError: on all ranks, if two ranks with copies of the same weights differ.
     """
-    if layout.replicate == layout.tp == 1:
-        return {}
-    if device.type == "cuda":
-        return {"the compute capability of the GPU": "{}.{}".format(*torch.cuda.get_device_capability(device))}
+    if device.type != "cpu":
+        return
     name = "the instruction set of torch's CPU kernels (the environment variable ATEN_CPU_CAPABILITY can lower it)"
-    found = {name: torch.backends.cpu.get_cpu_capability()}
-    if layout.tp > 1:
-        found["the number of torch's threads (the environment variable OMP_NUM_THREADS)"] = str(torch.get_num_threads())
-    return found
+    instructions = {name: torch.backends.cpu.get_cpu_capability()}
+    threads = {"the number of torch's threads (the environment variable OMP_NUM_THREADS)": str(torch.get_num_threads())}
+    found = find_difference(dims.replicate, instructions), find_difference(dims.tp, instructions | threads)
+
+    def check() -> None:
+        """Raise ValueError if this rank's group on one of the two axes has a difference."""
+        for places, differ in filter(None, found):
+            name, (first, other) = next(iter(differ.items()))
+            raise ValueError(f"{name} must be equal on all ranks, but is {first} and {other} ({places})")
+
+    raise_on_all_ranks(dims.world, check)
 
 
 def _digest_of_sources() -> str:

@@ -33,13 +33,7 @@ from megazpp.optim.build import build_optimizer
 from megazpp.optim.optimizer import LossScaler
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import (
-    ParallelDims,
-    check_equal_on_all_ranks,
-    find_difference,
-    open_axis,
-    raise_on_all_ranks,
-)
+from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks, open_axis, raise_on_all_ranks
 from megazpp.parallel.host_discovery import resolve_cluster
 from megazpp.parallel.measure_links import measure_device, measure_links
 from megazpp.parallel.worker import Worker, seed_everything
@@ -47,7 +41,7 @@ from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checks import RunPlan, lay_out, plan_run
 from megazpp.run.feature import TrainerParts
 from megazpp.run.report import conclude, introduce, open_tracker
-from megazpp.run.start import facts_of_data, facts_of_kernels, own_checkpoints
+from megazpp.run.start import check_kernels, facts_of_data, own_checkpoints
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import cluster_text
 from megazpp.training.anomalies import Guard, LossHistory
@@ -118,11 +112,7 @@ class OpenRun:
         with user_errors():
             for name, digest in facts_of_data(tokenizer, samples).items():
                 check_equal_on_all_ranks(self.context.dims.world, name, digest)
-            kernels = facts_of_kernels(self.plan.layout, self.worker.device)
-            if difference := find_difference(self.context.dims.world, kernels):
-                places, differ = difference
-                name, (first, other) = next(iter(differ.items()))
-                raise ValueError(f"{name} must be equal on all ranks, but is {first} and {other} ({places})")
+            check_kernels(self.context.dims, self.worker.device)
 
 
 @contextmanager

@@ -6,20 +6,24 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.fork_python import forked_python
 from helpers.pretrain import TOY
 from helpers.program import LAUNCHER_VARIABLES, ROOT
+from helpers.ranks import ranks
 from helpers.small_run import SMALL, parse
 
 from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.plan import plan_dims
-from megazpp.run.start import facts_of, facts_of_kernels
+from megazpp.run.start import check_kernels, facts_of
 from megazpp.topology.cluster import Cluster
 
-TP = {"tensor_model_parallel_size": 2}
 # flags and environment variables of the second of two ranks, and the beginning of the error about its difference from
 # the first
 DIFFERENT = {
@@ -60,10 +64,40 @@ def test_facts_have_the_content_of_the_cluster_file(tmp_path):
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize(("flags", "count"), [({}, 0), ({"num_distributed_optimizer_instances": 2}, 1), (TP, 2)])
-def test_ranks_compare_kernels_only_if_they_update_copies_of_weights(flags, count):
-    layout = plan_dims(ParallelConfig(**flags), Cluster(num_nodes=2, ranks_per_node=2), zero_stage=3)
-    assert len(facts_of_kernels(layout, torch.device("cpu"))) == count
+def compare_kernels() -> None:
+    """Check which layouts reject ranks that have another number of threads, or kernels for other processors.
+
+    Ranks 0 and 1 are on one node and have equal kernels, ranks 2 and 3 on another. So copies of weights only differ if
+    they are on both nodes.
+    """
+    cpu, node = torch.device("cpu"), dist.get_rank() // 2
+    copies = {"num_distributed_optimizer_instances": 2}
+    cases: list[tuple[dict[str, Any], tuple[int, ...] | None, str, str | None]] = [
+        ({}, None, "get_cpu_capability", None),
+        (copies, None, "get_num_threads", None),
+        (
+            copies,
+            None,
+            "get_cpu_capability",
+            r"instruction set .* is 0 and 1 \(rank 0 on .* and rank 2",
+        ),
+        ({"tensor_model_parallel_size": 2}, None, "get_num_threads", None),
+        ({"tensor_model_parallel_size": 2}, (0, 2, 1, 3), "get_num_threads", "number of torch's threads .* is 0 and 1"),
+    ]
+    for flags, order, function, message in cases:
+        cluster = Cluster(num_nodes=2, ranks_per_node=2, order=order)
+        dims = ParallelDims(plan_dims(ParallelConfig(**flags), cluster, zero_stage=3), device_type="cpu")
+        where = torch if function == "get_num_threads" else torch.backends.cpu
+        with mock.patch.object(where, function, return_value=node):
+            if message is None:
+                check_kernels(dims, cpu)
+            else:
+                with pytest.raises(ValueError, match=message):
+                    check_kernels(dims, cpu)
+
+
+def test_copies_of_weights_must_be_updated_by_equal_kernels():
+    ranks(4).run(compare_kernels)
 
 
 def free_port() -> int:
