@@ -293,7 +293,7 @@ static void quantize_range(
     const int size = (int)(table->block_size / CHUNK) * CHUNK;
     FOR_EACH_BLOCK(range) {
         const int width = (int)(range->size - first < size ? range->size - first : size);
-        /* ---- load x, and subtract base */
+        /* ---- load a block of x, and subtract the base */
         const char *from = x + first * element_bytes(dtype);
         char *payload = message + range->payload + index * block_bytes(bits, size);
         uint16_t *scale = scales_in(message, range) + index;
@@ -304,12 +304,12 @@ static void quantize_range(
             subtract(values, base + first * element_bytes(base_dtype), base_dtype, width, size, other);
             values = other;
         }
-        /* ---- quantize without error feedback */
+        /* ---- without error feedback, quantize the block; the rest is for error feedback */
         if (error == NULL) {
             *scale = (uint16_t)(bits_of(quantize_block(values, bits, table->clip, size, payload, 0)) >> 16);
             continue;
         }
-        /* ---- add the error, quantize, and store the new error in int8 */
+        /* ---- add the stored error to the block, quantize the block, and store the new error in int8 */
         char *lost = error + kept->payload + index * size;
         uint16_t *lost_scale = scales_in(error, kept) + index;
         dequantize(lost, *lost_scale, 8, size, 1, buffer);

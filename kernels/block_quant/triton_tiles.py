@@ -165,9 +165,9 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
         scale = ((peak.to(tl.float32, bitcast=True) * _INVERSE_127).to(tl.int32, bitcast=True) + 0xFFFF) & -65536
         sign = peak * 0
     else:
-        # The largest and the smallest element, found by comparing bits as integers. Read as signed integers, positive
-        # floats have the order of their values. Read as unsigned integers, negative floats are above all positive ones,
-        # ordered by magnitude.
+        # Find the largest and the smallest element of each block by comparing bits as integers. As signed integers,
+        # positive floats have the order of their values. As unsigned integers, negative floats are above all
+        # positive ones, ordered by magnitude.
         highest = tl.maximum(tl.max(tl.maximum(_bits(low), _bits(high)), axis=1), 0)
         lowest = tl.max(tl.maximum(low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)), axis=1)
         lowest = lowest.to(tl.int32, bitcast=True)
@@ -181,7 +181,7 @@ def block_scales(low, high, BITS: tl.constexpr, BLOCK: tl.constexpr, CLIP: tl.co
             scale = _bits(size * _CLIPPED)
         else:
             scale = tl.maximum(_bits(size * _OWN), _bits(opposite * _OTHER))
-        # If at least half of the block is within 1/16 of the largest magnitude, the scale is that magnitude / 7.
+        # If at least half of a block's elements reach 15/16 of its largest magnitude, the scale is this magnitude / 7.
         scale = tl.where(near * 2 >= BLOCK, _bits(size * _INVERSE_7), scale)
         scale = (scale + 0x7FFF + ((scale >> 16) & 1)) & -65536  # round to the nearest bf16, half to even
         sign = tl.where(highest > lowest, -2147483648, 0)

@@ -131,7 +131,7 @@ def _route_kernel(
     ranked = scores if SIGMOID else x
     if BIASED:
         ranked += tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
-    # ---- the K largest scores, the first expert in a tie; `rank` is k + 1 for the k-th choice of a token, else 0
+    # ---- choose the K experts with the largest scores, in a tie the first one; `rank` is k + 1 for choice k, else 0
     rank = tl.zeros((BLOCK, EXPERTS), tl.int32)
     for k in tl.static_range(TOP_K):
         place = choice + token * TOP_K + k
@@ -144,12 +144,12 @@ def _route_kernel(
             best = tl.min(tl.where(largest, expert[None, :], num_experts - 1), axis=1)
             tl.store(place, best.to(tl.int64), mask=token < tokens)
         rank += tl.where(expert[None, :] == best[:, None], k + 1, 0)
-    # ---- factors of the chosen experts' outputs
+    # ---- compute the factors of the chosen experts' outputs
     factors, _ = _factors(x, scores, rank > 0, SIGMOID, PRE_SOFTMAX, TOP_K)
     for k in tl.static_range(TOP_K):
         factor = tl.sum(tl.where(rank == k + 1, factors, 0.0), axis=1) * scaling
         tl.store(weight + token * TOP_K + k, factor, mask=token < tokens)
-    # ---- for each sample, sums over this block's tokens: choices, normalized scores, logsumexp^2 and entropies
+    # ---- for each sample, sum over this block's tokens: choices, normalized scores, logsumexp^2 and entropies
     shares = scores / tl.sum(scores, axis=1)[:, None] if SIGMOID else scores
     entropy = -tl.sum(tl.where(shares > 0.0, shares * tl.log(tl.where(shares > 0.0, shares, 1.0)), 0.0), axis=1)
     sums += tl.program_id(0).to(tl.int64) * batch * (2 * num_experts + 2)
@@ -244,7 +244,7 @@ def _backward_kernel(
     x, token, expert, there, index = _load(logits, tokens, num_experts, BLOCK, EXPERTS)
     softmax, logsumexp = _softmax(x)
     scores = _sigmoid(x) if SIGMOID else softmax
-    # ---- gradient of the outputs' factors, [BLOCK, EXPERTS] with 0 for experts that were not chosen
+    # ---- load the gradient of the factors of experts' outputs, with 0 for experts that were not chosen
     rank, of_factors = tl.zeros((BLOCK, EXPERTS), tl.int32), tl.zeros((BLOCK, EXPERTS), tl.float32)
     for k in tl.static_range(TOP_K):
         best = tl.load(choice + token * TOP_K + k, mask=token < tokens, other=0).to(tl.int32)
@@ -253,8 +253,8 @@ def _backward_kernel(
         rank += tl.where(own, k + 1, 0)
         of_factors += tl.where(own, above[:, None], 0.0)
     factors, total = _factors(x, scores, rank > 0, SIGMOID, PRE_SOFTMAX, TOP_K)
-    # ---- gradient of the logits, from three gradients: of the normalized scores (balance loss), of the factors of the
-    # experts' outputs, and of logsumexp^2 (z loss)
+    # ---- compute the gradient of the logits from three gradients: of the normalized scores (balance loss), of the
+    # factors of the experts' outputs, and of logsumexp^2 (z loss)
     sample = (token % batch)[:, None]
     above = tl.load(of_loss + token % batch * stride, mask=token < tokens, other=0.0)[:, None]
     counts = tl.load(chosen + sample * num_experts + expert[None, :], mask=there, other=0.0)

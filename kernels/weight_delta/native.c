@@ -182,7 +182,7 @@ static __attribute__((noinline)) uint8_t *code(
     struct writer w = {at, 0, 0}, u = {unary, 0, 0};
     int i = 0;
     for (; i < count; i += 16) {
-        /* ---- remainders of 16 elements: 8 at a time, 4 in each 64-bit word */
+        /* ---- append the remainders of 16 elements: 8 at a time, 4 in each 64-bit word */
         for (int j = i; j < i + 16; j += 8) {
             const uint64_t mask = load64(masks + j), mask2 = load64(masks + j + 4);
             const uint64_t bits = extract(load64(values + j), mask, 16);
@@ -195,7 +195,7 @@ static __attribute__((noinline)) uint8_t *code(
                 append(&w, bits2, width2);
             }
         }
-        /* ---- quotients of 16 elements, 8 in each 64-bit word; the mask of 1 << q is (2 << q) - 1 */
+        /* ---- append the quotients of 16 elements, 8 in each 64-bit word; the mask of 1 << q is (2 << q) - 1 */
         const uint64_t one = load64(ones + i), one2 = load64(ones + i + 8);
         const uint64_t mask = one | (one - ONES), mask2 = one2 | (one2 - ONES); /* no byte borrows: none is 0 */
         const uint64_t bits = extract(one, mask, 8), bits2 = extract(one2, mask2, 8);
@@ -221,7 +221,7 @@ Elements from `valid` on are padding. `body` has ROOM bytes. `changed` receives 
 INLINE int body_of(
     const uint16_t *new, const uint16_t *old, int valid, struct format f, uint8_t *kind, uint8_t *body, int64_t *changed
 ) {
-    /* ---- z, exponents, and the number of changed elements */
+    /* ---- compute z and the exponent of each element, and the number of changed elements */
     union lanes z, e, k, masks;
     uint16_t ones[BLOCK / 2];
     int16_t count = 0, highest = 0;
@@ -236,7 +236,7 @@ INLINE int body_of(
     *changed = count;
     *kind = 0;
     if (!count) return 0;
-    /* ---- c, the exponent that determines the block's Rice parameters, from the mean change */
+    /* ---- compute the exponent c, which determines the block's Rice parameters, from the mean change */
     uint32_t total = 0, sums_k = 0, sum_h = 0;
     for (int i = valid; i < BLOCK; i++) e.one[i] = 255;
     for (int i = 0; i < BLOCK; i++) {
@@ -250,7 +250,7 @@ INLINE int body_of(
     }
     int32_t c = highest + bit_length((total >> 3) * 5) - 14;
     c = c < DENSE ? DENSE : c >= RAW ? RAW - 1 : c;
-    /* ---- Rice parameters and quotients */
+    /* ---- compute the Rice parameters and quotients of all elements */
     for (int i = 0; i < BLOCK; i++) k.one[i] = parameter(c, e.one[i]);
     for (int i = 0; i < BLOCK / 2; i++) {
         uint32_t k0 = k.two[i] & 0xFFFF, k1 = k.two[i] >> 16, h0 = (z.two[i] & 0xFFFF) >> k0, h1 = z.two[i] >> 16 >> k1;
@@ -261,7 +261,7 @@ INLINE int body_of(
         h1 = h1 < 7 ? h1 : 7;
         ones[i] = (0x10000u << h0 | 0x1000000u << h1) >> 16; /* gcc vectorizes no shifts of less than 32 bits */
     }
-    /* ---- length of the dense body */
+    /* ---- compute the length of the dense body */
     uint32_t sum_k = (sums_k & 0xFFFF) + (sums_k >> 16);
     int size = 2 * valid, dense = (sum_k + 7) / 8 + (BLOCK + sum_h + 7) / 8;
     *kind = RAW;
@@ -270,7 +270,7 @@ INLINE int body_of(
         size = dense;
         *kind = c;
     }
-    /* ---- the sparse body, if it is the shortest; each change takes at least a byte (position) and a bit (quotient) */
+    /* ---- write the sparse body if it is the shortest; a change takes at least a byte (position), a bit (quotient) */
     if (count <= MOST_POSITIONS && 1 + count + (count + 7) / 8 <= size) {
         uint16_t places[MOST_POSITIONS + 64], values[MOST_POSITIONS + 1], low[MOST_POSITIONS + 1];
         uint8_t differs[BLOCK], bits[BLOCK / 8], one[MOST_POSITIONS + 1];
@@ -297,7 +297,7 @@ INLINE int body_of(
             return sparse;
         }
     }
-    /* ---- the raw or the dense body */
+    /* ---- write the raw or the dense body */
     if (*kind == RAW) {
         memcpy(body, new, 2 * valid);
         return 2 * valid;
@@ -367,7 +367,7 @@ INLINE uint64_t load_all_bits(const uint8_t *at, uint32_t offset) {
 number, where k is its Rice parameter, padded with zeros to a multiple of 8. MOST_QUOTIENTS / 8 + 16 bytes after the
 remainders must be readable. */
 static void decode_values(const uint8_t *at, const uint16_t *masks, int count, uint16_t *values) {
-    /* ---- remainders, 4 in each 64-bit word */
+    /* ---- read the remainders, 4 in each 64-bit word */
     uint32_t offset = 0;
     for (int i = 0; i < count; i += 8) {
         const uint64_t mask = load64(masks + i), mask2 = load64(masks + i + 4);
@@ -383,7 +383,7 @@ static void decode_values(const uint8_t *at, const uint16_t *masks, int count, u
         memcpy(values + i + 4, &bits2, 8);
         offset += width + width2;
     }
-    /* ---- quotients: the numbers of zeros between ones */
+    /* ---- read the quotients, which are the numbers of zeros between ones, and add them to the values */
     uint16_t places[1 + BLOCK + 64];
     places[0] = -1;
     const int n = find_ones(at + (offset + 7) / 8, MOST_QUOTIENTS, count, places + 1);

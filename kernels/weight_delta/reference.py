@@ -87,7 +87,7 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
     """
     exponents, offset = _exponents(weights), 0
     for index, (kind, half) in enumerate(zip(kinds.tolist(), halves.tolist(), strict=True)):
-        # ---- the bytes of this block's body, which follow those of the block before
+        # ---- find the bytes of this block's body, which follow the body of the previous block
         block = weights[BLOCK * index : BLOCK * (index + 1)]
         size = 2 * len(block) if kind == RAW else 2 * half
         found = body[offset : offset + size]
@@ -98,7 +98,7 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
         sparse = kind <= MOST_POSITIONS
         if sparse and kind == 0:
             continue
-        # ---- positions of the encoded elements in the block, and their Rice parameters k
+        # ---- find the positions of the encoded elements in the block, and their Rice parameters k
         c = int(found[0]) if sparse else kind
         places = found[1 : 1 + kind].long() if sparse else torch.arange(BLOCK, device=found.device)
         k = _parameters(c, exponents[index][places])
@@ -145,8 +145,8 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
     highest = int(exponents.where(exponents < 255, 0).max())
     total = int(((z.long() << 6) >> (highest - exponents).clamp(0, 31)).sum())
     c = min(max(highest + ((total >> 3) * 5).bit_length() - 14, DENSE), RAW - 1)
-    # ---- candidates for the block's body, of which the shortest wins: raw, dense, sparse. The raw candidate is only a
-    # placeholder of the right length; the caller replaces its bytes by the new weights.
+    # ---- build the candidates for the block's body, raw, dense and sparse; the shortest wins. The raw candidate is
+    # only a placeholder of the right length; the caller replaces its bytes by the new weights.
     device = z.device
     found = [(RAW, torch.zeros(2 * BLOCK, dtype=torch.uint8, device=device))]
     places = z.nonzero()[:, 0]

@@ -274,7 +274,7 @@ def _decode_kernel(
         place = _places(body, rank, is_one, sparse)
         k = _known(weights, place, is_one, c, valid, SHIFT, MASK, ABOVE)
         remainder = _read(remainders, tl.cumsum(k, 0) - k, k)
-        # ---- quotient (number of zeros before the set bit), value, and the new weight
+        # ---- compute each quotient (zeros before its set bit), the encoded value, and the new weight
         last = tl.associative_scan(tl.where(before == 1, bit - 1, -1), 0, _larger)
         value = ((bit - 1 - last) << k) + remainder + sparse.to(tl.int32)
         changes = is_one & (place < valid)
