@@ -173,12 +173,12 @@ class Orthogonalizer:
             back = [sum(block.counts[peer // tp][me] * block.columns for block in owned) for peer in peers]
             sent = torch.cat(pieces).to(self._dtype)
             under_way.append((group, owned, theirs, back, own, sent, self._exchange(sent, mine, theirs)))
-        # ---- orthogonalize the matrices that this rank owns, and send their rows back
+        # ---- orthogonalize the matrices that this rank owns, and send their rows back to the ranks that hold them
         coming = []
         for group, owned, theirs, back, own, _, work in under_way:
             sent = self._orthogonalized(work.wait(), owned, theirs, me)
             coming.append((group, sent, self._exchange(sent, back, own)))
-        # ---- put the received rows of each parameter's shard together
+        # ---- assemble this rank's shard of each parameter from the received rows
         results = [torch.empty_like(update, dtype=self._dtype) for update in updates]
         for group, _, work in coming:
             counts = [block.counts[local][me] for block in group]

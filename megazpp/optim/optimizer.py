@@ -58,7 +58,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, iteration: int
     ) -> None:
         """Update the parameters of one parameter group by AdamW; see `step` for the other arguments."""
-        # ---- state of the parameters, created at the first update
+        # ---- create the state of each parameter at its first update
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in trained:
             if not self.state[parameter]:

@@ -157,7 +157,7 @@ def build_schedule(
     Raises:
         ValueError: flags are missing, mix iterations with samples, or do not fit the length of the run.
     """
-    # ---- the unit in which flags give lengths: samples with --train-samples, iterations with --train-iters
+    # ---- determine the unit of the flags' lengths: samples with --train-samples, iterations with --train-iters
     if config.lr is None:
         raise ValueError("--lr is required: set the peak learning rate")
     unit, other = ("samples", "iters") if train_iters is None else ("iters", "samples")
@@ -170,7 +170,7 @@ def build_schedule(
                 f" whose name ends with -{unit} instead, and convert the value"
             )
 
-    # ---- lengths of warm-up, decay and final decay: iterations with --train-iters, samples with --train-samples
+    # ---- read and check the lengths of warm-up, decay and final decay, in iterations or samples
     decay, fraction = getattr(config, f"lr_decay_{unit}"), config.lr_warmup_fraction
     decay_flag = f"--train-{unit} {train}" if decay is None else f"--lr-decay-{unit} {decay}"
     decay = train if decay is None else decay

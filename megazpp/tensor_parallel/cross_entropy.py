@@ -210,7 +210,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x_grad = torch.zeros_like(x, dtype=torch.float32 if several else x.dtype) if ctx.needs_input_grad[0] else None
         weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for chunk in reversed(chunks):
-            # Overwrite the chunk's logits with their gradient: first softmax everywhere, then the columns of labels.
+            # Overwrite the chunk's logits with their gradient. `gradient_` writes the scaled softmax into all columns,
+            # and `scatter_` then replaces the value in the column of each token's label.
             if logits is None:
                 logits = F.linear(x, weight[chunk.rows])
             place, mine, score = chunk.at_labels(logits, labels, temperature)

@@ -152,7 +152,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # The all-reduce overwrites its argument, so it gets a clone: autograd may pass the same gradient to others.
+        # The all-reduce overwrites its argument, so it gets a clone: other autograd functions may get the same tensor.
         return ctx.tp.all_reduce_(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 
