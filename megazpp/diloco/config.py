@@ -130,7 +130,7 @@ class DilocoPlan(NamedTuple):
     notices: tuple[str, ...] = ()  # lines for the log about defaults that depend on the run
 
     def sends_at(self, iteration: int) -> int | None:
-        """Return the index of the fragment whose synchronization starts after training step `iteration`; else None."""
+        """Return the index of the fragment whose synchronization starts after training step `iteration`, or None."""
         turn, rest = divmod(iteration, self.steps // self.fragments)
         return None if rest else (turn - 1) % self.fragments
 
@@ -142,7 +142,7 @@ class DilocoPlan(NamedTuple):
     def hiding_steps(self) -> int:
         """The number of training steps with which the messages of one fragment can overlap.
 
-        It is the delay, or the number of steps until the next fragment's messages start if that is smaller.
+        This is the smaller one of two numbers: `delay`, and the steps until the next fragment is sent.
         """
         return min(self.delay, self.steps // self.fragments)
 

@@ -223,7 +223,7 @@ def computing_with_rows(
 ) -> Iterator[None]:
     """Return a context in which the model computes with R, the common outer weights, for example to evaluate R.
 
-    At its end the inner weights are back in the model.
+    At the end of the context, the inner weights are back in the model.
 
     Args:
         sharding: handle to the model.

@@ -92,8 +92,8 @@ class ReplicaGroupState(StatePart):
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         """Return the tensors into which a checkpoint loads, by key.
 
-        Keys that the checkpoint lacks are left out. With another number of replica groups, only the outer momentum
-        loads.
+        Keys that the checkpoint lacks are left out. If the checkpoint has another number of replica groups than this
+        run, the result has only the outer momentum.
 
         Args:
             saved: entries of the checkpoint by key.
@@ -194,7 +194,7 @@ class OfReplicaGroup(StatePart):
     def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
         """Return the tensors into which a checkpoint loads, by key, with the prefix of the group that is loaded.
 
-        With another number of replica groups, the secondary partition is not loaded.
+        If the checkpoint has another number of replica groups than this run, the secondary partition is not loaded.
         """
         if self._part.prefix == SECONDARY and not self._own.same:
             return {}  # the secondary partition is a copy of inner weights, which were not loaded

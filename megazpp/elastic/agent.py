@@ -42,13 +42,13 @@ class Agent:
 
     Args:
         flags: flags of elastic DiLoCo, with the addresses and the secret of the run.
-        hello: first message to the coordinator, without the address of this rank: group, rank, and the entries that
-            `Rounds.connect` lists.
+        hello: first message to the coordinator: name of the group, index of the rank, and the entries that
+            `Rounds.connect` lists, except the address of this rank.
         most_bytes: largest number of bytes to accept from another group, which is the size of a snapshot.
         snapshot: function that returns a snapshot of this rank's outer state for another group: a record with its
             version, and its bytes. The agent calls the function in a thread.
-        stopped: function that returns True once this rank has caught a stop signal, which ends the first attempts to
-            connect.
+        stopped: function that returns True once this rank has caught a stop signal. The agent then gives up its first
+            connection to the coordinator.
         say: function that prints a log line.
     Attributes:
         state: last state of the run that the coordinator has sent, see `Rounds.state`; None before the first.
@@ -85,7 +85,8 @@ class Agent:
         self._messages: dict[str, bytes] = {}
         self._published: dict[str, Record] = {}
         self._flying: set[str] = set()
-        self._unreached: dict[str, str] = {}  # by group to which the last connection failed: its address, and the error
+        # By name of a group to which this rank's last connection failed: text with the group's address and the error
+        self._unreached: dict[str, str] = {}
         self._failure: Exception | None = None
         self._closed = False
         self.version, self.id = hello["version"], hello["id"]
@@ -297,7 +298,7 @@ class Agent:
                 channel.close()  # `_keep_connection`, whose `receive` fails now, connects again
 
     def _keep_fetching(self) -> None:
-        """Fetch all contributions of the pool and of recent commits that this rank lacks.
+        """Fetch this rank's messages of all contributions that it lacks: unmerged ones, and those of recent commits.
 
         Each fetch has its own thread, so that a slow group delays no other fetch.
         """
@@ -314,7 +315,10 @@ class Agent:
                 threading.Thread(target=self._run, args=(lambda e=entry: self._fetch_entry(e),), daemon=True).start()
 
     def _fetch_entry(self, entry: Record) -> None:
-        """Fetch this rank's message of a contribution from its group, or from another group that has it."""
+        """Fetch this rank's message of a contribution from the group that made it, or else from a group that has it.
+
+        `entry` describes the contribution, as the coordinator's state lists it.
+        """
         assert self.state is not None
         peers = sorted(self.state["peers"].items(), key=lambda item: item[0] != entry["group"])
         try:
@@ -344,7 +348,7 @@ class Agent:
                 self._flying.discard(entry["cid"])
 
     def _fetch(self, address: Address, request: Record) -> tuple[Record, bytearray]:
-        """Send a request to the rank at `address` of another group, and return its answer and the bulk data."""
+        """Send a request to the rank at `address` of another group; return (JSON object of the answer, bulk data)."""
         channel = connect(address, self._secret, seconds=FETCH_SECONDS)
         try:
             channel.send(request)

@@ -26,7 +26,7 @@ from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
 from megazpp.elastic.wire import AuthenticatedListener, Channel
 
 TICK_SECONDS = 0.02  # interval at which the coordinator calls `Rounds.tick`, which makes the decisions
-LATE_SECONDS = 2.0  # time between two ticks after which this process counts as suspended meanwhile
+LATE_SECONDS = 2.0  # if two ticks are further apart than this, the process counts as suspended between them
 PUSH_SECONDS = 0.25  # interval at which the coordinator sends the run's state to all ranks if nothing has changed
 
 
@@ -56,7 +56,8 @@ class Journal:
             except FileExistsError:
                 continue  # another coordinator was faster and has created this term's journal, so take the next term
         self.records = self._read(self.term - 1)
-        # Replace the empty journal by the whole copy: after a full disk or a kill, the next term must not read a part
+        # Replace the empty journal by the complete copy in one step. A part, left by a full disk or a kill, would pass
+        # for all records in the next term.
         copy = "".join(json.dumps(record) + "\n" for record in self.records).encode()
         with self._errors_named():
             write_whole(path, copy)
@@ -81,9 +82,10 @@ class Journal:
             )
 
     def _read(self, term: int) -> list[dict]:
-        """Return the records in the newest journal up to `term` that has any, without a line cut short at the end.
+        """Return the records of the newest journal that is not empty, among the journals of the terms 1 to `term`.
 
-        An empty journal is of a coordinator that has ended before it had copied the records of the term before.
+        An incomplete last line is left out. The result is [] if all journals are empty. A coordinator leaves an empty
+        journal if it ends before it has copied the records of the earlier term.
 
         Raises:
             DamagedError: a line is not a JSON object.
@@ -131,9 +133,9 @@ class Coordinator:
         take_over: True to start although another coordinator holds the folder's lock, for example because its host
             cannot be reached any more.
     Attributes:
-        address: the address that it listens on, with the chosen port.
+        address: the address on which the coordinator listens, with the chosen port.
         ended: event that is set once the coordinator has ended.
-        why: reason why it has ended; "" while it runs.
+        why: reason why the coordinator has ended; "" while it runs.
 
     Raises:
         ValueError: another coordinator holds the folder's lock.

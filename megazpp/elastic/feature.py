@@ -47,7 +47,7 @@ class Elastic(Feature):
             plan: the run's layout and batch sizes.
 
         Returns:
-            the rules of the run; None without --diloco-coordinator.
+            the plan, which has the rules of the run; None without --diloco-coordinator.
 
         Raises:
             ValueError: a flag is not supported together with --diloco-coordinator, or the secret file cannot be used.

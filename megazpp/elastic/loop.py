@@ -40,7 +40,8 @@ from megazpp.training.step import LaunchedStep
 OF_THE_GROUP = ("--diloco-coordinator", "--diloco-group", "--diloco-listen", "--diloco-advertise", "--master-port")
 CATCH_UP_SECONDS = 120.0  # limit of the wait for the messages of a commit
 LEAVING_SECONDS = 10.0  # limit of the wait of a group that leaves, for the commit of its last contribution
-FAREWELL_SECONDS = 60.0  # limit of the wait at the end of the run, in which other groups may fetch messages
+# Limit of the wait of a group that leaves, for other groups that may still fetch messages from it
+FAREWELL_SECONDS = 60.0
 POLL_SECONDS = 20.0  # longest time that rank 0 waits for the coordinator while the other ranks wait in a collective
 RETRY_SECONDS = 0.3  # wait after a snapshot could not be fetched
 SMOOTHING = 0.3  # weight of the last step in the moving average of the seconds per step
@@ -73,7 +74,8 @@ class ElasticLoop:
             num_groups=self._rules.groups,
             late_factor=self._flags.diloco_late_factor,
         )
-        self._counted = 0, 0  # messages and bytes that were sent to other groups before the last synchronization
+        # numbers of messages and of bytes that this rank has sent to other groups until the last synchronization
+        self._counted = 0, 0
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
         self._cell: Cell | None = None  # rest of the leased cell: its steps that are not trained yet; None without one
         # cells of the steps since this group's last published contribution; the next contribution lists these cells
@@ -165,10 +167,10 @@ class ElasticLoop:
         return self._progress(progress), leaves or self._cell is None
 
     def close(self) -> None:
-        """Leave the run, and end the agent.
+        """Leave the run, and close this rank's connections.
 
-        The group first waits until all other groups have computed this group's version, because they may need messages
-        from it.
+        Before it closes them, the rank waits until all live groups have computed the outer weights of this group's
+        version, because they may need messages from this rank.
         """
         with contextlib.suppress(OutError):
             self._agent.tell(leaves=True)
@@ -377,7 +379,7 @@ class ElasticLoop:
                 unsent=self._has_unsent,
                 fingerprint=(self.version, self.outer.fingerprint()),
             )
-            if before is not None:  # change the inner weights only by R's change, so they keep unpublished steps
+            if before is not None:  # add R's change: to replace the inner weights by R would lose unpublished steps
                 self.outer.shift(units, before)
             else:
                 self.outer.merge(self.outer.plan.merge_alpha if own and not self._all_merged else 0.0, units)
@@ -389,7 +391,11 @@ class ElasticLoop:
                 self._parts.validate(at)
 
     def _merged_progress(self, progress: TrainingProgress) -> TrainingProgress:
-        """Return the progress of the outer weights: all merged samples, and the iteration, rounded down."""
+        """Return the progress of the outer weights.
+
+        The iteration is the number of merged steps divided by the nominal number of groups, rounded down. The field
+        `scheduled_samples`, which sets the learning rate, counts all merged samples.
+        """
         iteration, size = self.merged // self._rules.groups, self._batches.global_batch_size
         samples = self.merged * size // self._rules.groups
         return progress._replace(iteration=iteration, consumed_samples=iteration * size, scheduled_samples=samples)
@@ -397,8 +403,8 @@ class ElasticLoop:
     def _progress(self, progress: TrainingProgress) -> TrainingProgress:
         """Return the progress at which this group trains: the merged samples, and this group's steps since then.
 
-        The learning rate follows from its scheduled samples. For these, each of this group's steps counts as a global
-        batch, times the fraction of the nominal groups that are live.
+        Its field `scheduled_samples` sets the learning rate. There, each of this group's steps counts as a global batch
+        times the fraction of the nominal groups that are live.
         """
         at, size = self._merged_progress(progress), self._batches.global_batch_size
         if self._all_merged:
@@ -498,9 +504,9 @@ class LeasedLoader:
 
 
 def _facts(parts: TrainerParts) -> dict[str, str]:
-    """Return what must be equal in all groups of an elastic run, by flag or description.
+    """Return values that must be equal in all groups of an elastic run, as text by flag or description.
 
-    These are the flags that are not in OF_THE_GROUP, the tokenizer, the data, and the layout of a group's ranks.
+    They are the flags that are not in OF_THE_GROUP, the tokenizer, the data, and the layout of a group's ranks.
     """
     facts = facts_of_flags(parts.config.parts) | facts_of_data(parts.tokenizer, parts.samples)
     layout = parts.plan.layout

@@ -41,13 +41,13 @@ class WholeOuter:
         plan: the DiLoCo plan; `plan.tokens` counts the tokens of one group between two synchronizations.
         precision: dtypes of values that are sent without quantization.
         num_groups: nominal number of groups (G).
-        late_factor: F, by which a contribution's weight is multiplied for each version that it is late; with 0 a late
-            contribution counts nothing.
+        late_factor: F, by which a contribution's weight is multiplied for each outer step of its fragment that it has
+            missed; with 0 a late contribution counts nothing.
     Attributes:
         plan: the DiLoCo plan.
         units: the outer state of each sharding unit.
-        fragments: the elements of `units` in each fragment; the step to version v + 1 changes fragment v modulo their
-            number.
+        fragments: the elements of `units` in each of P fragments; the step to version v + 1 changes fragment v modulo
+            P.
         lock: held while the outer state or its version changes, so that another thread can copy both between changes.
     """
 

@@ -35,7 +35,7 @@ Record = dict[str, Any]  # a JSON object: a journal record, a rank's report, a s
 # The coordinator removes a group from the run ("out") in four cases:
 BLIP_SECONDS = 0.5  # the connection of a rank of the group is lost for this time
 HEARTBEAT_SECONDS = 10.0  # a rank of the group sends no report for this time
-HANGING_STEPS = 20  # the group has samples, but takes no step for HEARTBEAT_SECONDS plus the usual time of these steps
+HANGING_STEPS = 20  # the group has samples, but takes no step for HEARTBEAT_SECONDS plus its time for so many steps
 REACH_SECONDS = 30.0  # a contribution of the group is older than this, and all other groups fail to connect to it
 ASSEMBLY_SECONDS = 60.0  # limit of the wait for all ranks of a new group, and for all groups at the start of a run
 # Number of latest commits of each model fragment whose messages all groups keep, so that a slow or new group can fetch
@@ -104,7 +104,8 @@ class Group:
     # a rank's connection is lost, or the coordinator was restarted or suspended
     deadline: float = math.inf
     was_whole: bool = False  # True once all ranks of the group were connected at the same time
-    moved: tuple[Any, float] = (None, 0.0)  # progress in rank 0's last report, and when it last changed; to find hangs
+    # progress in rank 0's last report, and the time at which this progress last changed, to find a hang
+    moved: tuple[Any, float] = (None, 0.0)
     leaves: bool = False  # True once a rank has reported that the group leaves: by a stop signal, or at the run's end
     addresses: dict[int, Any] = field(default_factory=dict)  # by connected rank: host and port for other groups
     reports: dict[int, Record] = field(default_factory=dict)  # by connected rank: its last report
@@ -342,7 +343,7 @@ class Rounds:
             return
         self._end_lost_groups(now)
         if now < self._hold_until and self.live != self.members:
-            return  # the coordinator has restarted or continued: decide nothing until its members have connected again
+            return  # the coordinator was restarted or suspended: decide nothing until all members have connected again
         if not self.members:
             self._begin_if_assembled(now)
         for name, group in self.groups.items():
@@ -502,8 +503,8 @@ class Rounds:
     def _close_round(self, now: float) -> None:
         """Choose the contributions of the next commit, unless the round still waits for a group's contribution.
 
-        A round waits for the contributions of all groups that train. Once a quorum of whole intervals has arrived, it
-        waits for the other contributions only during the grace.
+        A round waits for the contributions of all groups that train. Once a quorum of groups has contributed whole
+        intervals, the round waits for the other contributions only during the grace.
         """
         if self.closed is not None or not (self.pool or self.closing):
             return
@@ -524,9 +525,10 @@ class Rounds:
                 self._say(f"version {self.version + 1} does not wait for {', '.join(sorted(missing))}")
 
     def _commit_if_held(self, now: float) -> None:
-        """Commit the chosen contributions once all live groups have them, or a quorum has them and the grace is over.
+        """Commit the chosen contributions once enough groups have fetched their messages.
 
-        Chosen contributions that were lost meanwhile are left out. If none is left, the round chooses again.
+        All live groups are enough at any time, and a quorum of groups once the grace is over. Chosen contributions that
+        were lost meanwhile are left out. If none is left, the round chooses again.
         """
         assert self.closed is not None
         live = self.live
@@ -667,9 +669,10 @@ class Rounds:
         self.free = sorted([*self.free, *(cell for cell in cells if cell[2] < cell[3])])
 
     def _take_from_lease(self, name: str, part: Cell) -> None:
-        """Remove the steps of `part`, a cell of samples that a contribution contains, from the leases of its group.
+        """Remove the steps of `part`, a cell of samples in a contribution of group `name`, from the group's leases.
 
-        A part may join the steps of several leases, if another group has lost the first steps of a block.
+        `part` may contain the steps of several leases: if another group has lost the first steps of a block, they are
+        leased as a separate cell.
         """
         block, column, first, stop = part
         leases = self.groups[name].leases
@@ -704,7 +707,7 @@ class Rounds:
     def _cells_of(self, block: int) -> list[Cell]:
         """Return the cells of block `block` of the table of samples: one per column, each with all steps of the block.
 
-        The last block of a run may have fewer steps. The list is empty for a block after it.
+        The last block of a run may have fewer steps. The list is empty for a block after the last one.
         """
         steps = min(self.rules.interval, self.rules.iterations - block * self.rules.interval)
         return [[block, column, 0, steps] for column in range(self.rules.groups) if steps > 0]

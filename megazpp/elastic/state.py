@@ -62,7 +62,7 @@ class WholeOuterState(StatePart):
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         """Restore R (the common copy of the outer weights), outer momentum and version from the loaded tensors.
 
-        Return lines for the log.
+        Return lines for the log. If the checkpoint is not of an elastic run, nothing changes.
 
         Raises:
             DamagedError: a parameter's R or momentum is missing in the checkpoint.
@@ -92,12 +92,12 @@ class WholeOuterWeights(Weights):
         return self._outer.values("outer")
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Set the outer weights, and the resident weights R on which groups agree, to the loaded weights.
+        """Set the outer weights, and R (the common copy of the outer weights), to the loaded weights.
 
         If the checkpoint contains R, `WholeOuterState` later replaces R by the stored values.
 
         Returns:
-            Notes for the log.
+            Lines for the log.
         """
         self._outer.set_values("outer", loaded)
         self._outer.set_values("rows", loaded)

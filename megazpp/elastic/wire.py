@@ -173,7 +173,7 @@ def _mac(key: bytes, *parts: bytes | bytearray) -> bytes:
 
 
 def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
-    """Open an authenticated connection to `address`.
+    """Open an authenticated connection to `address`, and return this side's channel.
 
     Args:
         address: address of an `AuthenticatedListener`.
@@ -195,7 +195,7 @@ class AuthenticatedListener:
         refused: function that gets a line of text about each connection that was refused or broke the protocol.
         flag: command-line flag that gives the address, for an error message.
     Attributes:
-        address: the address that it listens on, with the chosen port.
+        address: the address on which this listener listens, with the chosen port.
 
     Raises:
         ValueError: this machine cannot listen on `address`.
@@ -214,7 +214,7 @@ class AuthenticatedListener:
         try:
             self._server = listen(address)
         except OSError as error:
-            why = cause(error).partition(" (while")[0]  # without the address, which the message has
+            why = cause(error).partition(" (while")[0]  # without the address, which the message below names
             raise ValueError(
                 f"{flag} {address} cannot be used: {why}; give an address of this machine, and a "
                 "port that no other program uses"
