@@ -30,7 +30,7 @@ from megazpp.kernels.blend_order import blend_order
 def test_each_sample_is_from_the_dataset_furthest_behind_its_share(weights, n):
     shares, taken = np.array(weights) / np.sum(weights), np.zeros(len(weights), dtype=np.int64)
     for i, (dataset, sample) in enumerate(zip(*blend_order(weights, n, say=print), strict=True)):
-        # the dataset furthest behind its share; argmax takes the first of several equal ones
+        # the next sample is from the dataset furthest behind its share, the first one of several such datasets
         assert dataset == np.argmax(shares * max(i, 1) - taken)
         assert sample == taken[dataset]
         taken[dataset] += 1
@@ -128,7 +128,7 @@ def test_equal_split_is_built_once_and_another_one_separately(tmp_path):
     a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=5)
     sources = sources_of(a, b, a)
     for bounds, how, built in (
-        # builds three files: the blend, and indices for a and b; a occurs twice with equal shares, so it needs one set
+        # builds three files: the blend, and indices for a and b; a occurs twice with equal shares, and shares its set
         ((0.0, 1.0), {}, 3),
         ((0.0, 1.0), {}, 0),
         ((0.0, 1.0), {"seed": 2}, 2),

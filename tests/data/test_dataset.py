@@ -216,7 +216,7 @@ def test_equal_content_is_tokenized_once_and_edited_content_again(tmp_path):
 
 
 def test_tokenizer_is_trained_once_per_text_and_size(tmp_path):
-    # 55,000 characters without a space or newline
+    # a line of 55,000 characters without a space, from which training must still learn pieces
     path, said = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 5000), []
 
     def train(size: int, *, exact: bool = True, source: Path = path) -> SentencePieceTokenizer:

@@ -1,4 +1,7 @@
-"""Test tokenizers: texts survive encoding and decoding; also end-of-document tokens, special tokens, and identities."""
+"""Test tokenizers: decoding the tokens of a text returns the text.
+
+Also test end-of-document tokens, other special tokens, and the identity that tells whether two tokenizers are equal.
+"""
 
 import dataclasses
 import json

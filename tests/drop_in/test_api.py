@@ -278,7 +278,10 @@ def test_collectives_of_the_program_on_the_default_group_do_not_collide():
 
 
 def two_meshes() -> None:
-    """Use two models with equal meshes over different process groups, which torch's cache of meshes mixes up."""
+    """Train two models whose device meshes compare equal, but have different process groups.
+
+    torch may give the parameters of the second model the first model's mesh. ZeRO++ must use the second one's groups.
+    """
     for seed in range(2):
         mesh = DeviceMesh.from_group(dist.new_group(range(2)), "cpu")
         model = blocks()
@@ -392,7 +395,10 @@ def test_only_the_trained_part_of_quantized_weights_crosses_nodes():
 
 
 class Lists(nn.Module):
-    """A model with two lists of modules of one class each; the longer list has its first block twice."""
+    """A model with a list of two linear layers, and a longer list of three blocks, which `zeropp` should wrap.
+
+    The first and the last block are the same module.
+    """
 
     def __init__(self) -> None:
         super().__init__()

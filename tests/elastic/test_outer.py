@@ -71,11 +71,13 @@ def test_outer_steps_of_all_groups_have_the_bits_of_the_fixed_exchange(world, ca
 
 
 def late_and_snapshot(case: Case) -> tuple[torch.Tensor, torch.Tensor, bool, bool]:
-    """Apply two contributions, one of them late by a version, and then load the outer state from a snapshot.
+    """Apply two contributions, one of them late by a version, to one of two equal outer states.
+
+    Then load a snapshot of the changed state into the other state.
 
     Returns:
-        (smallest and largest change of a weight; True if the fingerprints of two states differ before the load; True if
-        they are equal after it).
+        (smallest decrease of an element of R, the common copy of the outer weights; largest decrease; True if the
+        fingerprints of the two states differ before the load; True if the fingerprints are equal after the load).
     """
     step, _ = build_step(case)
     plan = diloco_plan(Case(nodes=2, diloco=flags(16, diloco_outer_momentum=0.0)))
@@ -97,7 +99,10 @@ def late_and_snapshot(case: Case) -> tuple[torch.Tensor, torch.Tensor, bool, boo
 
 
 def test_late_contribution_has_less_weight_and_a_snapshot_has_the_whole_state():
-    """The mean of gradient 0 with weight 1 and gradient 1 with weight 0.5 is 1/3. Padding may not change."""
+    """The mean of outer gradient 0 with weight 1 and outer gradient 1 with weight 0.5 is 1/3.
+
+    The outer learning rate is 0.7, so every weight decreases by 0.7 / 3. Padding must not change.
+    """
     (found,) = ranks(1).run(late_and_snapshot, Case(steps=1))
     least, most, differ, equal = found
     assert float(least) == 0.0
@@ -109,8 +114,8 @@ def shifted(case: Case) -> tuple[float, float, float]:
     """Merge a contribution while this group has trained steps that it has not published.
 
     Returns:
-        (largest change of R, the common copy of the outer weights, in the contribution's fragment; mean distance
-        between R and this group's own weights there; largest change of R in the other fragment).
+        (largest decrease of R, the common copy of the outer weights, in the contribution's fragment; mean of R minus
+        this group's own weights in this fragment; largest change of R in the other fragment).
     """
     step, _ = build_step(case)
     plan = diloco_plan(Case(nodes=2, diloco=flags(16, diloco_outer_momentum=0.0, diloco_fragments=2)))

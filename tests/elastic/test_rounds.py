@@ -142,7 +142,7 @@ class World:
     def fetch(self, index: int, rank: int) -> None:
         """Pack a group's own contributions on one rank, and fetch all messages that this rank needs and can get.
 
-        They come from the ranks with the same index in other groups.
+        The messages come from the ranks with the same index in other groups.
         """
         group = self.groups.get(index)
         self.pack(index, rank)
@@ -207,7 +207,7 @@ class World:
         return any(entry["base"] == group.version for entry in group.published.values())
 
     def go(self, times: int) -> None:
-        """Let each group of elastic DiLoCo fetch messages and take one action, `times` times, once in 0.5 s."""
+        """Let each group of elastic DiLoCo fetch messages and take one action, `times` times, each 0.5 s later."""
         for _ in range(times):
             for index in list(self.groups):
                 self.fetch(index, 0)

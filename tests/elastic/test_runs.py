@@ -140,7 +140,10 @@ FRAGMENTS = "--num-layers 3 --diloco-steps 6 --diloco-fragments 2"
     ],
 )
 def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_site, flags, iterations, steps):
-    """The outer weights, their momentum, and R (the common copy of outer weights) are equal; a group has two ranks."""
+    """Compare elastic DiLoCo with fixed groups, two ranks each: outer weights, momentum and R have equal bits.
+
+    R is the common copy of the outer weights.
+    """
     common = (*flags.split(), "--train-iters", str(iterations), "--save")
     site = new_site(*common, str(tmp_path / "elastic"), "--diloco-wait-for-all", nproc=2)
     groups = [site.start(name) for name in ("a", "b")]
@@ -186,7 +189,7 @@ def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):
 
 
 def test_each_group_saves_into_its_own_run_folder_without_a_common_one(tmp_path, new_site):
-    """The folders have equal outer weights."""
+    """The last checkpoints of the two groups have equal outer weights."""
     site = new_site("--train-iters", "10", "--save-to-run-dir")
     finish(site.start("a"), site.start("b"))
     saved = [read_tensors(tmp_path / name / "checkpoints/iter_0000010") for name in "ab"]

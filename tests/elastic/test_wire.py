@@ -192,7 +192,7 @@ def test_address_of_another_machine_is_named_with_its_flag():
 @pytest.mark.parametrize("line", ["{", "7", "\udcff"])
 def test_damaged_line_of_a_journal_is_named(tmp_path, line):
     (tmp_path / "coordinator").mkdir()
-    (tmp_path / "coordinator" / "journal-old.jsonl").touch()  # a copy that someone has made is no journal
+    (tmp_path / "coordinator" / "journal-old.jsonl").touch()  # a copy that a user has made is not read as a journal
     (tmp_path / "coordinator" / "journal-1.jsonl").write_text(f"{{}}\n{line}\n", errors="surrogateescape")
     with pytest.raises(DamagedError, match=r"line 2 of .*journal-1\.jsonl is damaged: .* restore this file"):
         Journal(tmp_path)

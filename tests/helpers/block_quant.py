@@ -36,7 +36,10 @@ def layout_of(sizes: list[tuple[int, bool]], fmt: BlockFormat, itemsize: int = 4
 
 
 def messages(lead: tuple[int, ...], layout: MessageLayout, device: str, *, swapped: bool) -> Tensor:
-    """Return messages [A, B, M] whose M bytes are all 0xFF; with `swapped`, their memory order is [B, A, M]."""
+    """Return uint8 messages [A, B, M] with 0xFF in all M bytes of each message; `lead` is (A, B).
+
+    With `swapped`, their order in memory is [B, A, M].
+    """
     order = lead[::-1] if swapped else lead
     made = torch.full((*order, layout.message_bytes), 0xFF, dtype=torch.uint8, device=device)
     return made.transpose(0, 1) if swapped else made
@@ -45,7 +48,7 @@ def messages(lead: tuple[int, ...], layout: MessageLayout, device: str, *, swapp
 def same_nans(messages: Tensor, layout: MessageLayout, dtype: torch.dtype) -> Tensor:
     """Return a copy of the messages in which every NaN of an exact segment has the same bits.
 
-    A conversion between dtypes may choose any bits for a NaN, so two correct implementations may differ there.
+    A conversion between dtypes may choose any bits for a NaN, so the NaN of two correct implementations may differ.
     """
     copied = messages.clone()
     for part in layout.ranges:
@@ -93,7 +96,8 @@ def difficult(lead: tuple[int, ...], n: int, dtype: torch.dtype, seed: int = 0) 
             row.mul_(3e36).clamp_(-3.3e38, 3.3e38)
         elif kind == 4:
             row[at] = row[0] = 4.0
-            # 4 and -4 are both the largest magnitude of a block, so its sign must be chosen as in the reference
+            # 4 and -4 have the largest magnitude of a block, so the sign of the block's scale must be chosen as in the
+            # reference implementation
             row[(at + 1) % n] = -4.0
         elif kind == 5:
             # multiples of 0.5, many of which lie halfway between two quantized values, so that rounding has ties

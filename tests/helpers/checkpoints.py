@@ -132,7 +132,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         start: progress after the checkpoint was loaded.
-        loaded: hashes of the training state at that time, by key.
+        loaded: hashes of the training state after the checkpoint was loaded, by key.
         steps: (loss, gradient norm) of each step.
         state: hashes of the training state after the last step, by key.
         lines: lines that the run has logged on this rank.

@@ -35,7 +35,7 @@ class FileSeconds:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
         result = yield
-        # only after the last test of a file, because reading the times of all processes takes milliseconds
+        # measure only after the last test of a file, because reading the times of all processes takes milliseconds
         if nextitem is None or nextitem.path != item.path:
             self._charge(item.nodeid.partition("::")[0])
         return result

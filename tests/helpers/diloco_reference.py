@@ -44,7 +44,7 @@ class ReplicaGroups:
         assert sorted(name for fragment in fragments for name in fragment) == sorted(self._weights[0])
         self.common = {name: weight.clone() for name, weight in self._weights[0].items()}
         self.momentum = {name: torch.zeros_like(weight) for name, weight in self.common.items()}
-        # tokens of each group since the fragment was last sent, per fragment
+        # for each fragment: number of tokens of each group since the fragment was last sent
         self._tokens = [[0.0] * len(models) for _ in fragments]
         self._merge_at: list[int | None] = [None for _ in fragments]
 

@@ -223,9 +223,9 @@ def count_step(
 
 
 def _send_what_is_under_way(replica_groups: ReplicaGroups) -> None:
-    """Call DiLoCo's synchronization until as many bytes of its messages are in flight as ever during a step.
+    """Start synchronizations of DiLoCo until the bytes of their messages in flight are the most that a step can have.
 
-    A delay of 0 leaves no messages in flight, so nothing is done.
+    With a delay of 0 no messages are in flight during a step, so nothing is done.
     """
     plan = replica_groups.plan
     if plan.delay:

@@ -1,4 +1,4 @@
-"""Write folders of tiny transformers models with random weights, and compute their logits with both programs."""
+"""Write folders of tiny transformers models with random weights; compute logits with transformers and this project."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class FakeDims:
-    """Stand-in for the mesh of one rank on the first of two nodes, with a counter of bytes that the fake step feeds."""
+    """Stand-in for the mesh of one rank on the first of two nodes, with a counter to which the fake step adds bytes."""
 
     def __init__(self) -> None:
         self.counter, self.timeline = TrafficCounter(), Timeline()
@@ -159,7 +159,7 @@ class Run:
                 build_schedule(rates, weight_decay=0.0, **samples),
                 self.recorder,
                 stops,
-                [self.step],  # context around each step, as profilers use it
+                [self.step],  # a context around each step, which profilers use in a real run
                 start=start,
                 after=[
                     AfterStep(self.save, 3, at_end=True),

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def table(text: str) -> list[tuple[str, ...]]:
-    """Return the cells of each line of `text`, a table whose columns are separated by ` | `, without blanks around."""
+    """Return the cells of each line of `text`, a table with ` | ` between columns. Blanks around cells are removed."""
     return [tuple(map(str.strip, line.split(" | "))) for line in text.strip().splitlines()]
 
 

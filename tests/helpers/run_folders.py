@@ -24,7 +24,8 @@ def make_run(folder: Path, rows: Sequence[dict[str, Any]] = (), *, tail: str = "
         folder: folder to create.
         rows: lines of metrics.jsonl.
         tail: text at the end of metrics.jsonl, such as a line that is cut off.
-        files: lists of lines for validation.jsonl and completions.jsonl; all others are the contents of NAME.json.
+        files: for the names "validation" and "completions", the lines of NAME.jsonl; for other names, the content of
+            NAME.json.
     """
     folder.mkdir(parents=True)
     for name, lines in [("metrics", rows), *((name, files.pop(name, ())) for name in ("validation", "completions"))]:

@@ -25,8 +25,8 @@ VOCAB, SEQ = 101, 16
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # the Llama style uses grouped-query attention
 # number of calls of each collective in the forward, and in the backward
 Calls = tuple[Mapping[str, int], Mapping[str, int]]
-# Expected arguments of `compare_slices`, by sequence parallelism, for a layer whose input and output are those of a
-# tensor-parallel region
+# Arguments of `compare_slices`, by sequence parallelism, for a layer that contains a whole tensor-parallel region. Its
+# input and output are split along the sequence with sequence parallelism, and complete without
 REGION: dict[bool, dict[str, Any]] = {
     False: {"calls": ({"all_reduce": 1}, {"all_reduce": 1})},
     True: {
@@ -89,7 +89,8 @@ def saved_tensors() -> Iterator[list[torch.Tensor]]:
 def build_gpt(config: GPTConfig, *, dropout_seed: int = 11, scalar_head: bool = False, **options: Any) -> GPTModel:
     """Build a GPT that is sliced over all ranks of the job.
 
-    Its weights never differ. Dropout masks follow from `dropout_seed`. `options` are fields of LayerSettings.
+    The unsharded weights are equal in every call. Dropout masks follow from `dropout_seed`. `options` are fields of
+    LayerSettings.
     """
     tp = tp_axis()
     seed_everything(dropout_seed, data_rank=0, tp_rank=tp.rank)
@@ -154,7 +155,7 @@ def compare_slices(
 ) -> torch.nn.Module:
     """Compare the slices of a layer on this rank with the unsharded layer in fp64: output and all gradients.
 
-    They may differ by 1e-11. The function returns the layer with this rank's slices.
+    The slices may differ by 1e-11 from those of the unsharded layer. Return the layer with this rank's slices.
 
     Args:
         row: name of the test case for error messages.

@@ -36,7 +36,7 @@ from megazpp.lora.policy import add_adapters
 from megazpp.model.config import GPTConfig
 
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs the package peft")
-# The tolerance is for values of about 1, because x (A B) of merged weights and (x A) B of adapters round differently.
+# A tolerance for values of about 1: x (A B) with merged weights rounds differently from (x A) B with adapters.
 assert_same_sums = functools.partial(torch.testing.assert_close, rtol=0, atol=2e-5)
 
 
@@ -247,7 +247,7 @@ def test_training_continues_a_peft_adapter_of_one_rank_and_scale(tmp_path, setti
     found, tensors = read_adapter(tmp_path / "adapter", config)
     assert found.rank == 4
     assert found.scale == pytest.approx(3.0 if "use_rslora" in settings else 1.5)
-    # writes the adapter as plain LoRA, so its scale must be in alpha
+    # `write_adapter` writes plain LoRA even if the adapter was rsLoRA, so lora_alpha must express the scale
     write_adapter(tmp_path / "adapter", config, found, tensors)
     merged = file_tensors(
         convert_folder(convert_folder(base, tmp_path / "merged", adapter=str(tmp_path / "adapter")), tmp_path / "back")
@@ -267,9 +267,10 @@ def test_without_peft_an_adapter_is_refused_with_the_command_that_installs_it(tm
 @needs_peft
 @pytest.mark.parametrize("tie", [False, True])
 def test_embeddings_of_a_resized_base_in_an_adapter_are_used_or_refused(tmp_path, tie):
-    """Read an adapter of a base whose embeddings were resized after saving; PEFT adds them to the adapter's file.
+    """Convert a base with an adapter that was made after the base's embeddings were resized from 107 to 112 rows.
 
-    It does so if the number of rows differs from the folder of the base. Some of these adapters cannot be used.
+    PEFT then saves the embeddings in the adapter's file, because the saved base has another number of rows. The adapter
+    fits only a base with 112 rows. Embeddings that differ from this base's are used only if they are not tied.
     """
     import peft
 
@@ -294,7 +295,7 @@ def test_embeddings_of_a_resized_base_in_an_adapter_are_used_or_refused(tmp_path
     torch.testing.assert_close(found, {key: expected[key] for key in found}, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match=r"target_modules or modules_to_save .*embed_tokens.weight"):
         read_adapter(adapter, open_model(tmp_path / "resized").config)
-    # Change the embeddings in the adapter's file, as if they had been trained after the base was saved.
+    # Change the embeddings in the adapter's file, as if they had been trained after the resized base was saved.
     tensors = safetensors.torch.load_file(adapter / TENSORS)
     trained = {name: tensor + 1 if "lora_" not in name else tensor for name, tensor in tensors.items()}
     safetensors.torch.save_file(trained, adapter / TENSORS, {"format": "pt"})

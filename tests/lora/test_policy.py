@@ -46,7 +46,7 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 @pytest.fixture(scope="module")
 def loads(tmp_path_factory) -> dict[str, str]:
-    """Save a checkpoint of each of MODELS; return the folder by name.
+    """Save a checkpoint of each of MODELS, and return the checkpoints' folders by the models' names.
 
     Rows of the wide model have several quantization blocks, even on each of two tp ranks.
     """
@@ -278,8 +278,8 @@ def test_dropout_masks_agree_over_tp_and_in_recomputation(loads, layout):
     one, other = (ranks(2).run(train_on_ranks, each, lora, loads["llama"]) for each in (case, again))
     assert one[0]["steps"] == one[1]["steps"] == other[0]["steps"] == other[1]["steps"]
     torch.testing.assert_close(one[0]["dropped"], one[1]["dropped"])
-    # In the first step, matrix B of each adapter is zero, so dropout has no effect on the loss. In the last step it
-    # has.
+    # In the first step, matrix B of each adapter is zero, so dropout has no effect on the loss. In the last step, B is
+    # not zero, so the losses with and without dropout differ.
     assert abs(one[0]["steps"][0][0] - in_one_process("llama", loads["llama"])[0][0]) < 1e-5
     assert abs(one[0]["steps"][-1][0] - in_one_process("llama", loads["llama"])[-1][0]) > 1e-4
 

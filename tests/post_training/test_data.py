@@ -84,7 +84,7 @@ def test_packing_loses_no_example_and_fits_like_best_fit_decreasing(lengths):
     rows = pack(np.array(lengths), 12)
     assert sorted(number for row in rows for number in row) == [*range(len(lengths))]
     assert all(sum(lengths[number] for number in row) <= 12 for row in rows)
-    reference: list[int] = []  # the reference's rows: number of free tokens in each
+    reference: list[int] = []  # number of free tokens in each row that plain best-fit decreasing fills
     for length in sorted(lengths, reverse=True):
         fitting = [(left, row) for row, left in enumerate(reference) if left >= length]
         if fitting:

@@ -1,6 +1,6 @@
 """Test the flags of a program that loads a checkpoint.
 
-Given flags have priority over the checkpoint's, and these over defaults.
+Given flags have priority over the checkpoint's flags, and the checkpoint's flags over defaults.
 """
 
 import itertools
