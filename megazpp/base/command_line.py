@@ -324,7 +324,8 @@ def split_into_flags(words: Sequence[Word]) -> list[Given]:
         if text == "-h" or re.match(r"--[A-Za-z]", text):
             name, equals, value = text.partition("=")
             flags.append(Given(name, (value,) if equals else (), origin))
-        # a flag and its values are in one file, unless the flag's origin is COMMAND_LINE, which has no line number
+        # A flag in a file takes only words of the same file as values. A flag on the command line, whose origin has no
+        # line number, also takes the words of a flag file.
         elif flags and flags[-1].origin.rpartition(":")[0] in ("", origin.rpartition(":")[0]):
             flags[-1] = flags[-1]._replace(values=(*flags[-1].values, text))
         else:
@@ -409,7 +410,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _OffSwitch(argparse.BooleanOptionalAction):
-    """argparse action of a switch that is off by default, whose `--no-` flag --help does not list."""
+    """argparse action of a switch that is off by default. --help does not list the switch's `--no-` flag."""
 
 
 class _RaisingParser(argparse.ArgumentParser):

@@ -33,9 +33,9 @@ from typing import Any, Literal, NamedTuple
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"  # origin of flags that the user has typed
-# Ends of the names of fields whose value --help calls PATH
+# Endings of the names of fields whose values --help calls PATH
 PATH_ENDS = ("path", "file", "dir", "folder", "model", "save", "load")
-# Ends of the names of fields whose value is a path, so that an empty text is a mistake
+# Endings of the names of fields whose values are paths. An empty text is an error as the value of such a field.
 PATHS = (*PATH_ENDS, "store", "patches", "input", "output", "adapter", "prefix")
 CHECKPOINT = "checkpoint"  # origin of flags that a checkpoint has set
 _WIDEST = 60  # the log pads a flag and its value to at most this many characters before the origin
@@ -94,7 +94,8 @@ class Config:
             raise ValueError("\n".join(problems))
 
 
-# For each value of `FlagSpec.must_be`: the condition, which NaN does not meet; what a wrong number is; what to give
+# For each value of `FlagSpec.must_be`: the condition, which NaN does not meet, and two texts for the error message. The
+# first text describes a wrong number, the second one the numbers that are allowed.
 _RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
     "positive": (lambda value: 0 < value < math.inf, "not positive", "a finite number above 0"),
     "not negative": (lambda value: value >= 0, "negative", "0 or a larger number"),
@@ -174,7 +175,7 @@ def spelling(config: Any, name: str) -> str:
 def in_use(config: Any, name: str, value: Any) -> str:
     """Return the flag of a config's field with the value in use, for an error message.
 
-    The text ends with "(derived, not set)" if the program has derived the value and the field has another one.
+    The text ends with "(derived, not set)" if the program has derived the value, and the field has another value.
     """
     return f"{spelling(config, name)} {value}" + ("" if getattr(config, name) == value else " (derived, not set)")
 

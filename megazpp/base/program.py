@@ -38,8 +38,8 @@ from megazpp.base.flag_tables import MegatronFlag
 from megazpp.base.launcher import find_launcher
 
 T = TypeVar("T")
-# Exit codes of programs; EXIT_SECONDARY is for a rank that ends because another rank has failed. The launcher counts a
-# worker that does not end after the others as one that has ended with EXIT_LATE.
+# Exit codes of programs. A rank that ends because another rank has failed ends with EXIT_SECONDARY. If a worker still
+# runs long after the others have ended, the launcher treats it as ended with EXIT_LATE.
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG, EXIT_LATE = 1, 2, 3, 4, 5
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128 + n
 EXIT_READER_GONE = 128 + signal.SIGPIPE
@@ -139,7 +139,7 @@ def flags_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def begin() -> None:
-    """Prepare this process for the slow imports of a program, which calls this before them.
+    """Prepare this process for the slow imports of a program; the program calls this before the imports.
 
     Until the entry point of `program` runs, Ctrl-C ends the process with one line and no traceback. torch's C++ parts
     print only errors. Their warnings about a lost connection have dozens of C++ frames, which would hide the line that
@@ -148,7 +148,7 @@ def begin() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
         signal.signal(signal.SIGINT, _leave_on_ctrl_c)
-    # MegaZ++'s launcher blocks SIGINT while the interpreter of a worker starts.
+    # MegaZ++'s launcher has blocked SIGINT for the start of a worker's interpreter, so unblock it now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 

@@ -283,7 +283,10 @@ class CheckpointFolder:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Rename a folder that a new one replaces to NAME.replaced-1, or -2, ... if that exists; return its new path."""
+    """Rename a folder NAME, so that a new one can have its name, and return the new path.
+
+    The new name is the first free one of NAME.replaced-1, NAME.replaced-2, and so on.
+    """
     return folder.rename(first_free(lambda number: folder.with_name(f"{folder.name}.replaced-{number}")))
 
 

@@ -42,7 +42,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
 Chunk = tuple[str, tuple[int, ...]]  # one chunk of a saved tensor: the tensor's key, and the index of the first element
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # a view to fill, and the slices of the saved chunk to copy into it
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # part of a tensor to fill (a view), and its slices of a saved chunk
 _AT_ONCE = 1 << 22  # largest number of elements that `read_box` reads from a file at once (but at least one row)
 
 
@@ -62,7 +62,8 @@ class SafeReader:
         self._pieces: dict[MetadataIndex, tuple[Path, int]] = {}  # cache of `_find_piece`: file and byte offset
         self._covered = set[str]()  # keys of the tensors whose chunks `_check_chunks` has accepted
         self._exists = functools.cache(Path.exists)
-        # While `fill` runs, `read_box` collects here the parts to fill from files that are only on other hosts.
+        # While `fill` reads this host's files, `read_box` collects here, by chunk, the parts of tensors whose values
+        # are only on other hosts. None at other times: a missing file is then an error.
         self._absent: dict[Chunk, list[Part]] | None = None
 
     @functools.cached_property
@@ -118,7 +119,7 @@ class SafeReader:
                 part.copy_(content[place])
 
     def _fill_from_here(self, targets: Mapping[str, torch.Tensor], padded: Collection[str]) -> None:
-        """Fill `targets` from the files on this host; add the parts in other hosts' files to `_absent`, see `fill`."""
+        """Fill `targets` from the files on this host. Add parts whose files only other hosts have to `_absent`."""
         saved = self.tensors()
         for key, target in targets.items():
             size, shape = tuple(saved[key].size), tuple(target.shape)

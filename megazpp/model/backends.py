@@ -65,7 +65,7 @@ def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype:
 
 
 def find_document_kernel(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> DocumentKernel | None:
-    """Return the kernel for attention inside documents or a window on `device`; None if a mask must be used instead."""
+    """Return the kernel for attention inside documents or a window on `device`; None if attention needs a mask."""
     return None if mask_reason(config, capability=capability(device), dtype=dtype) else variable_length
 
 

@@ -40,7 +40,8 @@ from megazpp.tensor_parallel.layers import VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local, local_parameters, places_of
 from megazpp.tensor_parallel.regions import collect_sequence, enter_region, reduce_from_region_
 
-Masks = tuple[torch.Tensor | None, torch.Tensor | None]  # a layer's dropout masks, after attention and after the MLP
+# Dropout masks of a layer, for the outputs of attention and of the MLP. None if dropout is off or samples its own mask.
+Masks = tuple[torch.Tensor | None, torch.Tensor | None]
 # Type of a function that computes the result of the model's forward. Its arguments are the model, the hidden states
 # [S/C, B, H] after the final norm, and each sequence's router losses [B] fp32, summed over layers and multiplied by
 # their coefficients. The router losses are None in evaluation and without experts. There are B sequences of S tokens, C
@@ -85,12 +86,12 @@ class GPTModel(nn.Module):
         self.output = None if config.tied else OutputLayer(config, vocab_size, self.tp)
         self.scalar_head = ScalarHead(config, self.tp) if scalar_head else None
         kinds = [(config.has_window(index), config.rotates(index)) for index in range(config.layers)]
-        self.kinds: list[tuple[bool, bool]] = kinds  # for each layer: has a sliding window, applies rotary embeddings
+        self.kinds: list[tuple[bool, bool]] = kinds  # by layer: True with a sliding window, True with rotary embeddings
 
     @property
     def device(self) -> torch.device:
         """The device on which the model computes; its parameters may be in host memory."""
-        return self.settings.device or self.embedding.word.weight.device  # a frozen model has no parameters to ask
+        return self.settings.device or self.embedding.word.weight.device  # a frozen model has no parameters
 
     def forward(
         self,

@@ -63,7 +63,10 @@ class KVCache:
         return start if seq == 1 else start + torch.arange(seq, device=start.device)
 
     def mask_length(self, seq: int) -> int:
-        """Return the number of keys per row that attention reads in a forward of `seq` new tokens, rounded up."""
+        """Return the number of keys per row that attention reads in a forward of `seq` new tokens.
+
+        The number is rounded up to a multiple of `mask_multiple`.
+        """
         return self._rounded(max(self.lengths) + seq)
 
     def mask(self, positions: torch.Tensor, window: int | None = None) -> torch.Tensor | None:

@@ -97,7 +97,7 @@ class LayerSettings:
 
     @property
     def linear(self) -> dict[str, Any]:
-        """Keyword arguments for the constructors of ColumnParallelLinear and RowParallelLinear."""
+        """The settings of linear layers, as keyword arguments for ColumnParallelLinear and RowParallelLinear."""
         return {"tp": self.tp, "sequence_parallel": self.sequence_parallel, "product": self.product}
 
 
@@ -375,7 +375,7 @@ def compile_layer(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_varying(tensor: torch.Tensor | None, *dims: int) -> None:
-    """Tell torch.compile that these dimensions of `tensor` vary, so that one graph serves all their sizes above 1.
+    """Tell torch.compile that the dimensions `dims` of `tensor` vary, so that one graph serves all their sizes above 1.
 
     If `tensor` is None, nothing happens.
     """

@@ -186,7 +186,10 @@ def check_kernels(dims: ParallelDims, device: torch.device) -> None:
 
 
 def _digest_of_sources() -> str:
-    """Return a digest of MegaZ++'s source files. Ranks compare it, because a stale checkout has the same version."""
+    """Return a digest of MegaZ++'s source files, which ranks compare.
+
+    Comparing version numbers is not enough, because a checkout with older files may have the same number.
+    """
     digest = hashlib.sha256()
     for folder in (Path(megazpp.__file__).parent, Path(formats.__file__).parent):
         for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".c")):

@@ -152,7 +152,7 @@ class BatchPlan:
 
     @cached_property
     def _ramp_starts(self) -> list[int]:
-        """The numbers of samples consumed before each step of the ramp-up and before the first step of full size."""
+        """Numbers of samples that are consumed before a step: for each step of the ramp-up, and for the next step."""
         starts = [self.start_samples]
         while starts[-1] < self.rampup_samples:
             starts.append(starts[-1] + self.batch_size_at(starts[-1]))

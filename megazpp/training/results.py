@@ -91,7 +91,7 @@ class TrafficRow(NamedTuple):
     collective: str
     axis: str
     wire: str
-    calls: int  # number of calls on one rank; the largest number of all ranks
+    calls: int  # number of calls on the rank with the most calls
     sent_bytes: int  # bytes that all ranks of a node have sent together, as a mean over nodes
 
 
