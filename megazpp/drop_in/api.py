@@ -226,14 +226,14 @@ class _Installed(NamedTuple):
 def _refuse_later_comms(units: Sequence[ProgramUnit]) -> None:
     """Make each forward of a unit check that the program has not replaced ZeRO++'s collectives since `zeropp`.
 
-    If it has, the forward raises RuntimeError.
+    If the program has replaced them, the forward raises RuntimeError.
     """
     for unit in units:
         if unit.has_our_comms:
 
             @torch.compiler.disable
             def check(*_: Any, unit: ProgramUnit = unit) -> None:
-                """Raise RuntimeError if the unit has other collectives; torch calls this hook before each forward."""
+                """Raise RuntimeError if ZeRO++'s collectives were replaced; torch calls this before each forward."""
                 unit.refuse_other_comms()
 
             for module in unit.modules:
@@ -280,11 +280,11 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the device meshes on which `fully_shard` has placed the model's parameters.
 
     Returns:
-        Two meshes. The first one, [data] or [data, tensor parallel], has the model's first parameter, which is no
-        expert's. The second one, [data, expert parallel], has the parameters of experts. It is None if the model has no
-        experts, or if they are sharded over the same ranks as all other parameters.
+        Two meshes. The first mesh, [data] or [data, tensor parallel], has the model's first parameter, which is no
+        expert's. The second mesh, [data, expert parallel], has the parameters of experts. The second result is None if
+        the model has no experts, or if experts are sharded over the same ranks as all other parameters.
     Raises:
-        ValueError: parameters are placed in a way that ZeRO++ does not support, or none is sharded.
+        ValueError: a parameter is placed in a way that ZeRO++ does not support, or no parameter is sharded.
     """
     meshes: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
     for name, parameter in model.named_parameters():
@@ -364,7 +364,7 @@ def _ranks_per_node(given: int | None) -> int | None:
 
 
 def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
-    """Return the nodes of the job and the number of ranks on each of them.
+    """Return the `Cluster` of the job: the number of nodes, and the number of ranks on each node.
 
     Args:
         mesh: mesh of the model; it must have all ranks.
@@ -386,7 +386,8 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
             )
         return Cluster(num_nodes=world_size // ranks_per_node, ranks_per_node=ranks_per_node)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    # The device is the current one, as for FSDP2, not number `local_rank`: a process may see only one GPU.
+    # Like FSDP2, use the current CUDA device and not the device with the index `local_rank`, because a process may see
+    # only one GPU.
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else 0)
     return share_survey(_get_default_store(), rank, world_size, describe_host(local_rank, device))
 

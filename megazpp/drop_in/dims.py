@@ -64,7 +64,7 @@ class GuestDims(ParallelDims):
 
     @functools.cached_property
     def experts(self) -> GuestDims:
-        """The mesh axes of experts' parameters: over their own mesh if they have one, otherwise this object."""
+        """The mesh axes of experts' parameters, over the experts' own mesh; this object if there is no such mesh."""
         if self._expert_mesh is None:
             return self
         return GuestDims(self.layout.for_experts(), self._expert_mesh, dense=self)

@@ -121,8 +121,8 @@ class ProgramReduce(SummingReduce):
     def __init__(self, unit: ProgramUnit, context: ProgramContext) -> None:
         super().__init__(unit, context)
         self._group = context.shard.group
-        # With overlap, the sum of the reduction that FSDP2 is running for this unit, until `end` has recorded `.grad`;
-        # None at all other times
+        # Sum of the reduction that FSDP2 is running for this unit, if it overlaps with the backward. None without such
+        # a reduction, and after `end` has recorded the `.grad`s to which the sum will be added
         self._late: LateSum | None = None
         self._late_sums = 0  # number of `LateSum`s that were not added to `.grad` yet
 
@@ -211,7 +211,7 @@ class UnusedParameters:
         self._fresh: set[int] = set()  # indices of the parameters whose `.grad` was None when a reduction began
         # Indices of the parameters of which this rank has had a gradient since `.grad` was last None
         self._used: set[int] = set()
-        self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # the arguments of each `read_later` call
+        self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # (indices, flags) of each `read_later` call
 
     def begin(self, used: set[int], reduced: Iterable[int]) -> None:
         """Record for which parameters this rank has a gradient; call this before FSDP2 reduces the unit's gradients.
@@ -514,7 +514,8 @@ class _Hop:
         indices: indices of the P parameters whose gradients are reduced.
         used: [P] uint8: 1 if this rank has a gradient of the parameter.
     Attributes:
-        node_flags: [N, P] uint8: 1 if any rank of this node had a gradient; set by the intra-node hop.
+        node_flags: [N, P] uint8 flags for the flat shards of N nodes: 1 if any rank of this node had a gradient. The
+            intra-node hop sets them.
         flags: list to which the cross-node hop appends flags [P]: 1 if any rank of the job had a gradient.
     """
 

@@ -219,9 +219,9 @@ class ProgramUnit(Unit):
         return [p._sharded_param_data for p in self._group.fsdp_params]
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        """Return a function that copies this rank's shards into a new flat shard [S]; see `Unit.shard_reader`.
+        """Return a function that copies this rank's shards into a new flat shard; see `Unit.shard_reader`.
 
-        If the parameters have several dtypes, FSDP2 gathers bytes, and the flat shard is [S] uint8.
+        If the parameters have several dtypes, FSDP2 gathers bytes, and the flat shard is a uint8 tensor.
         """
         if dtype != torch.uint8 or not self.is_sharded:
             return super().shard_reader(dtype)

@@ -71,7 +71,8 @@ class WatchedGather(ProgramGather):
     def __init__(self, unit: ProgramUnit, context: CommContext) -> None:
         super().__init__(unit, context)
         self.ballot: Ballot | None = None
-        self._trained: tuple[bool, ...] = ()  # `ProgramUnit.is_trained` when the shard was last sent
+        # For each parameter, whether it was trained when the unit's weights were last sent; () before that
+        self._trained: tuple[bool, ...] = ()
         # Two checksums of this rank's shards when they were last sent: of the frozen and of the trained parameters.
         # With weight deltas, the second one is the checksum of all parameters. None before the shards are first sent
         self._sums: torch.Tensor | None = None
@@ -267,7 +268,7 @@ class WatchedGather(ProgramGather):
 
         Args:
             messages: [N, M] uint8 secondary partition, messages of M bytes from N nodes.
-            shard: [S] flat shard of this rank.
+            shard: [S] flat shard of this rank, S elements.
         """
         part, cross = self._trained_bytes(), self._cross
         own = self._codec.empty(1, device=shard.device)
@@ -410,7 +411,7 @@ class WriteWatch:
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Any) -> None:
-        """Vote on which weights to send between nodes, when the forward of an outermost FSDP2 module begins.
+        """Vote on which units send weights between nodes, when the forward of an outermost FSDP2 module begins.
 
         Torch calls this hook before the forward of each FSDP2 module.
         """
@@ -494,7 +495,7 @@ class WriteWatch:
     def _restore(self) -> None:
         """Restore the resident weights that `Handle.load` has read, for units whose weights they fit on all ranks.
 
-        This runs before a forward and not in `Handle.load`, because a program may load the model's weights after it.
+        A forward calls this method, and not `Handle.load`: a program may load the model's weights after `Handle.load`.
         """
         self.has_loaded = False
         gathers = [gather for gather in self._gathers if gather.secondary.sends_differences]

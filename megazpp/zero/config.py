@@ -120,8 +120,9 @@ class ZeroConfig(Config):
     def weight_format_flags(self) -> tuple[str, ...]:
         """The flags that the user has set and that fix the format of gathered weights, spelled as on a command line.
 
-        If any of them is set, --zero-weight-delta auto does not choose a format. They are --zero-quantized-weights and
-        --zero-weight-bits with any value, and --zero-hpz-partition-size 1, which keeps no weights for deltas to change.
+        If any of them is set, --zero-weight-delta auto does not choose a format. Only three flags fix the format:
+        --zero-quantized-weights and --zero-weight-bits with any value, and --zero-hpz-partition-size 1, with which
+        nodes keep no weights to which deltas could be added.
         """
         names = [name for name in ("zero_quantized_weights", "zero_weight_bits") if getattr(self, name) is not None]
         names += ["zero_hpz_partition_size"] if self.zero_hpz_partition_size == "1" else []

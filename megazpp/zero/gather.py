@@ -79,7 +79,7 @@ class Pending(dist.Work):
 class CountedGather(DefaultAllocMixin, AllGather):
     """The all-gather of a unit's weights in one hop over the shard axis, like FSDP2's own; its bytes are counted.
 
-    It gathers this rank's flat shard [n] to the unit's parameters [W n]; W: ranks of the shard axis.
+    It gathers this rank's flat shard of n elements to the unit's parameters [W n]; W: ranks of the shard axis.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
@@ -250,7 +250,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         unpack = functools.partial(self._unpack, receive, output_tensor)
         done = self._local_queue.submit(unpack, after=(self._crossed,))
 
-        # ---- start other units' hops; without a secondary partition to keep, free this unit's messages instead
+        # ---- start other units' hops; if this unit keeps no secondary partition, free its received messages instead
         if self._keep:
             self._schedule.used(self, crossed=crossed)
         else:
@@ -346,7 +346,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         Call this method on all ranks while the unit is sharded.
 
         Args:
-            row: [S] this rank's row of the resident weights, as read from the checkpoint.
+            row: [S] this rank's row of the resident weights, S elements, as read from the checkpoint.
             crossing: kind of message that the unit's next use had to send when the checkpoint was saved.
         """
         secondary = self.resident()
@@ -454,8 +454,9 @@ class Secondary:
         self.messages: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> torch.Tensor:
-        """Allocate `messages` with zeros on `device`, and return it: [N, M] uint8, M bytes for each node."""
-        # An evaluation may allocate messages. Training could not write to them if they were inference tensors.
+        """Allocate `messages` with zeros on `device`, and return it: [N, M] uint8, M bytes for each of N nodes."""
+        # Leave inference mode, in which an evaluation may call this method: training could not write to inference
+        # tensors.
         with torch.inference_mode(False):
             self.messages = self.codec.empty(self.cross.size, device=device)
         return self.messages
@@ -468,8 +469,8 @@ class Secondary:
         """Run the cross-node hop: send this rank's weights, and update `messages` to the weights of all nodes.
 
         Args:
-            messages: [N, M] uint8 messages of the secondary partition.
-            shard: [S] flat shard with this rank's current weights.
+            messages: [N, M] uint8 secondary partition, messages of M bytes from N nodes.
+            shard: [S] flat shard of S elements with this rank's current weights.
             keyframe: True to send whole weights, False to send a weight delta; the same on all ranks. This class always
                 sends whole weights.
         """
@@ -491,14 +492,14 @@ class Secondary:
         return self.cross.size * self.codec.message_bytes
 
     def warm_up(self, shard: torch.Tensor) -> None:
-        """Compile the kernels that the cross-node hop needs for the flat shard `shard` [S]; no rank communicates."""
+        """Compile the kernels that the cross-node hop needs to send the flat shard `shard`; no rank communicates."""
         self.codec.pack(shard, self.codec.empty(self.cross.size, device=shard.device)[self.cross.rank])
 
     def _exchange(self, messages: torch.Tensor) -> None:
         """All-gather `messages` between nodes in place: this rank sends one row and receives all other rows.
 
         Args:
-            messages: [N, M] uint8, one row of M bytes per node.
+            messages: [N, M] uint8, one row of M bytes for each of N nodes.
         """
         self.cross.all_gather(messages[self.cross.rank].unsqueeze(0), out=messages, of=self._of)
 
@@ -523,7 +524,10 @@ class Resident(Secondary):
 
     @property
     def weights(self) -> torch.Tensor:
-        """The resident weights R [N, S] of all N nodes, a view of `messages`, which must be allocated."""
+        """The resident weights [N, S], a flat shard of S elements from each of N nodes: a view of `messages`.
+
+        `messages` must be allocated.
+        """
         assert self.messages is not None, "the resident weights are not allocated: call allocate() first"
         return self.codec.elements(self.messages)
 
@@ -542,7 +546,7 @@ class Resident(Secondary):
             self.differences.learn(sent)
 
     def warm_up(self, shard: torch.Tensor) -> None:
-        """Compile the kernels that pack and apply weight deltas of the flat shard `shard` [S], with temporary tensors.
+        """Compile the kernels that pack and apply weight deltas of the flat shard `shard`, with temporary tensors.
 
         No rank communicates.
         """
@@ -563,7 +567,7 @@ class Resident(Secondary):
         """Send this rank's weight delta, and apply the weight deltas of all nodes to `weights`.
 
         Args:
-            shard: [S] flat shard with this rank's current weights.
+            shard: [S] flat shard of S elements with this rank's current weights.
             weights: [N, S] resident weights of N nodes, updated in place.
             exchange: function that all-gathers messages [N, M], M bytes from each node, between nodes in place.
         Returns:

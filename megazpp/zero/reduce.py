@@ -34,9 +34,9 @@ from megazpp.zero.wire import Codec
 class SummingReduce(DefaultAllocMixin, ReduceScatter):
     """The base class of the reduce-scatters that replace FSDP2's for one sharding unit.
 
-    A reduce-scatter sums the unit's gradients [W n] over the W data ranks, and gives this rank its shard [n] of the
-    sum. FSDP2 passes only the gradients that a backward has computed, and does not say to which parameters they belong.
-    So `post_backward` replaces FSDP2's function of the same name, and first records which parameters have gradients.
+    A reduce-scatter sums the unit's gradients over the data ranks, and gives each rank its shard of the sum. FSDP2
+    passes only the gradients that a backward has computed, and does not say to which parameters they belong. So
+    `post_backward` replaces FSDP2's function of the same name, and first records which parameters have gradients.
 
     Args:
         unit: the sharding unit.
@@ -52,8 +52,8 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self.reduced = tuple(range(len(unit.parameters)))
         self._fsdp2_post_backward: Callable[..., None] = lambda *_: None
         self._filling: Work[Any] = Work(None)  # task of the reduction that is filling `.grad`; a finished task if none
-        # True if `post_backward` must set `.grad` to None: the last call has only added to partial sums, which a later
-        # call reduces, or its result goes to host memory (host_states/reduce.py)
+        # True if `post_backward` must set `.grad` to None, because the last reduction has not put its result there: it
+        # has only added gradients to partial sums, or its result goes to host memory (host_states/reduce.py)
         self._waits = False
         self._last_micro_batch = True
         self._watched = False
@@ -128,7 +128,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         assert op == dist.ReduceOp.SUM, f"collectives of gradients support only SUM, but FSDP2 asked for {op}"
         # ---- add up the elements of this rank's gradients, if `watch` was called
         if self._watched:
-            total = input_tensor.sum()  # one pass in the gradients' dtype; a maximum takes 16 times as long on the CPU
+            total = input_tensor.sum()  # a sum in the gradients' dtype; a maximum takes 16 times as long on the CPU
             self.total = total if self.total is None else self.total + total
         self.reduce(input_tensor, output_tensor)
 
@@ -265,8 +265,8 @@ class TwoHopReduce(SummingReduce):
         """Run the intra-node hop, and return the partial sums [N, S] over the node's ranks.
 
         Args:
-            gradients: [N L S] unreduced gradients of one micro-batch, in FSDP2's rank order: S elements for each of L
-                ranks on N nodes.
+            gradients: [N L S] unreduced gradients of one micro-batch, in FSDP2's rank order: S elements for each of the
+                L ranks of N nodes.
             codec: codec of the messages inside the node.
             keep: True if later micro-batches of the step add to the returned sums, False if the cross-node hop follows.
         """
@@ -340,10 +340,10 @@ class TwoHopReduce(SummingReduce):
         across.unpack_sum(sent.unsqueeze(1), gradients[0, :1], accumulate=False)
 
     def _codecs_of(self, indices: tuple[int, ...]) -> tuple[Codec, Codec]:
-        """Return two codecs, of the intra-node and of the cross-node hop, for gradients of the unit's parameters.
+        """Return two codecs for messages of gradients: that of the intra-node hop, and that of the cross-node hop.
 
         Args:
-            indices: indices in the unit of the parameters that have gradients.
+            indices: indices, in the unit, of the parameters whose gradients the messages carry.
         """
         key = indices, self._dtype
         if key not in self._codecs:

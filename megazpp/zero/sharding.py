@@ -283,7 +283,7 @@ class Sharding:
             gather.after_step(keyframe=keyframe)
 
     def _sends_keyframe(self) -> bool:
-        """Return True if nodes exchange whole weights after this step, because of --zero-weight-keyframe-interval."""
+        """Return True if --zero-weight-keyframe-interval makes nodes exchange whole weights after the current step."""
         interval = self._zero.zero_weight_keyframe_interval
         if interval is None:
             return False

@@ -61,7 +61,7 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """True if the unit's modules hold the sharded parameters now, False if they hold the gathered parameters."""
-        # The tensors do not tell: gathered parameters may be DTensors too, for example with tensor parallelism.
+        # The tensors' type does not show this: gathered parameters may be DTensors too, as with tensor parallelism.
         return bool(self._group.is_sharded)
 
     def fingerprint(self) -> Fingerprint:
@@ -79,7 +79,7 @@ class Unit:
         return not any(tensor.requires_grad or tensor.grad is not None for tensor in self._tensors())
 
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
-        """Return a function that copies this rank's shards of the unit's parameters into a new flat shard [S].
+        """Return a function that copies this rank's shards of the unit's parameters into a new flat shard.
 
         The flat shard equals the input that FSDP2 passes to the unit's all-gather, so a gather can start before FSDP2
         asks for it. Returns None instead of a function while the parameters are gathered.
@@ -92,7 +92,7 @@ class Unit:
         shards = [p._sharded_param_data for p in self._group.fsdp_params]  # 1-D tensors, padded by FSDP2
 
         def read() -> torch.Tensor:
-            """Copy this rank's shards of the unit's parameters into a new flat shard [S], with zeros as padding."""
+            """Copy this rank's shards of the unit's parameters into a new flat shard, with zeros as padding."""
             flat = torch.zeros(self.segments[-1].stop, dtype=dtype, device=shards[0].device)
             torch._foreach_copy_(_parts_of(flat, self.segments, shards), shards)
             return flat
@@ -100,7 +100,7 @@ class Unit:
         return read
 
     def input_reader(self, given: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Return a function that returns `given`, this rank's flat shard [S] as FSDP2 has passed it to the all-gather.
+        """Return a function that returns `given`, this rank's flat shard as FSDP2 has passed it to the all-gather.
 
         Subclasses override this method if FSDP2's input is not the flat shard: the planner's units without tensors, and
         units with weights in host memory (--optimizer-cpu-offload).
@@ -113,7 +113,7 @@ class Unit:
         Call this method once before relying on `shard_reader`, which reads private objects of FSDP2.
 
         Args:
-            expected: [S] flat shard that FSDP2 has passed to the unit's all-gather.
+            expected: flat shard that FSDP2 has passed to the unit's all-gather.
         """
         read = self.shard_reader(expected.dtype)
         with torch.no_grad():
@@ -210,7 +210,10 @@ class Unit:
 
     @property
     def reduces_gradients(self) -> bool:
-        """False if FSDP2 accumulates gradients without communication, as set by `set_requires_gradient_sync(False)`."""
+        """True if FSDP2 reduces the unit's gradients after each backward.
+
+        False after `set_requires_gradient_sync(False)`: FSDP2 then accumulates gradients without communication.
+        """
         return bool(self._group.reduce_grads)
 
     def with_gradient(self) -> tuple[int, ...]:
@@ -344,7 +347,7 @@ def _parts_of(flat: torch.Tensor, segments: Sequence[Segment], like: Sequence[to
     """Return views of a flat shard, one per parameter, without FSDP2's padding.
 
     Args:
-        flat: [S] flat shard of a sharding unit.
+        flat: 1-D flat shard of a sharding unit.
         segments: segments of the flat shard, one per parameter.
         like: 1-D tensors whose lengths are the numbers of elements without padding, one per parameter.
     """

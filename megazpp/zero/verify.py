@@ -42,7 +42,8 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
     """
     units = sharding.units
     with torch.no_grad(), dims.counter.paused():
-        sums = torch.stack([_sums_of_shards(unit, dims.shard.size) for unit in units])  # checksums [units, shards]
+        # [number of units, number of shards] checksums of each rank's shard of each unit
+        sums = torch.stack([_sums_of_shards(unit, dims.shard.size) for unit in units])
         largest = dims.replicate.max_(dims.shard.max_(sums.clone()))
         smallest = -dims.replicate.max_(dims.shard.max_(-sums))
         differs = largest != smallest

@@ -141,9 +141,9 @@ class Codec:
         return self.layout.message_bytes
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
-        """Allocate messages [*peers, M] uint8 for `pack` to write into.
+        """Allocate messages [*peers, M] uint8, M bytes to each peer, for `pack` to write into.
 
-        They are filled with zeros, so that the padding bytes of a message are equal on all ranks.
+        The messages are filled with zeros, so that the padding bytes of a message are equal on all ranks.
         """
         return torch.zeros(*peers, self.message_bytes, dtype=torch.uint8, device=device)
 
@@ -179,19 +179,26 @@ class Codec:
         return None if is_exact else Feedback.zeros(peers, self._table, device)
 
     def unpack(self, messages: torch.Tensor, shards: torch.Tensor) -> None:
-        """Dequantize messages [A, B, M], M bytes from each of A x B peers, into `shards` [A, B, S] with any strides."""
+        """Dequantize messages [A, B, M], M bytes from each of A x B peers, into `shards` [A, B, S] of S elements each.
+
+        `shards` may have any strides.
+        """
         unpack(messages, self._table, out=shards)
 
     def unpack_onto(self, messages: torch.Tensor, base: torch.Tensor) -> None:
-        """Apply messages [B, M] that `pack` has made with a `base` to this rank's copy of the base [B, S], in place.
+        """Apply messages that `pack` has made with a `base` to this rank's copy of the base, in place.
 
         Quantized elements are differences: each is added to its element of the base, and the sum is rounded once.
         Unquantized elements replace their elements of the base.
+
+        Args:
+            messages: [B, M] uint8 messages, M bytes from each of B peers.
+            base: [B, S] weights, a flat shard of S elements for each peer.
         """
         unpack_onto(messages, self._table, out=base)
 
     def elements(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return a view [B, S] of the unquantized elements that B messages [B, M] carry, in the dtype of the codec.
+        """Return a view [B, S] of the S unquantized elements in each of B messages [B, M], in the dtype of the codec.
 
         The view exists only for a layout that quantizes no segment; the elements are contiguous in a message then.
         """
@@ -250,16 +257,16 @@ class LosslessCodec:
         return message_bytes(self.size, min(needed, 2 * self.size) if before else None)
 
     def empty(self, *peers: int, device: torch.device) -> torch.Tensor:
-        """Allocate messages [*peers, M] uint8 for lossless deltas, without initial values."""
+        """Allocate messages [*peers, M] uint8 for lossless deltas, M bytes to each peer, without initial values."""
         return torch.empty(*peers, self.message_bytes, dtype=torch.uint8, device=device)
 
     def pack(self, shard: torch.Tensor, message: torch.Tensor, *, base: torch.Tensor) -> None:
-        """Encode the changes from `base` to `shard` into `message` [M] uint8, a lossless delta.
+        """Encode the changes from `base` to `shard` into `message`, a lossless delta.
 
         Args:
-            shard: [S] flat shard with this rank's current weights.
+            shard: [S] flat shard of S elements with this rank's current weights.
             base: [S] the row of the resident weights that every rank of the cross axis holds for this rank.
-            message: [M] uint8, which is overwritten.
+            message: [M] uint8 message of M bytes, which is overwritten.
         """
         encode(shard, base, message)
 
@@ -268,7 +275,7 @@ class LosslessCodec:
 
         Args:
             messages: [N, M] uint8 messages of M bytes, one from each node.
-            base: [N, S] resident weights, the flat shard of each node.
+            base: [N, S] resident weights, a flat shard of S elements from each node.
         """
         decode(messages, base)
 
