@@ -163,7 +163,10 @@ class ParallelDims:
 
     @property
     def own_shard(self) -> MeshAxis:
-        """The shard axis for collectives in one hop. Here it is `shard`; `megazpp.zeropp` gives it a separate group."""
+        """The shard axis for collectives in one hop: the axis `shard` itself.
+
+        For `megazpp.zeropp` on the CPU, a subclass returns an axis over a separate process group.
+        """
         return self.shard
 
     @functools.cached_property

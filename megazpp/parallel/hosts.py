@@ -89,16 +89,17 @@ class Hosts:
         self._interface: str | None = None
         self._own_address = ""  # IP address from which this host has connected to the store; "" on node 0
         self._first = ""  # name of host 0; "" before this host has joined
-        self._sent: dict[str, str] = {}  # messages that the thread has not written to the store yet, by key
+        self._sent: dict[str, str] = {}  # messages that the launcher's thread must still write to the store, by key
         # The launcher's thread sets `_connected` when it has connected to the store. It sets `_complete` when all hosts
         # have joined the job.
         self._connected, self._complete = threading.Event(), threading.Event()
-        self._until = math.inf  # time, on the monotonic clock, after which the thread stops trying to connect
+        self._until = math.inf  # time, on the monotonic clock, after which the thread stops trying to reach the store
         # `end` sets `_leaving` to ask the launcher's thread to leave the job. The thread sets `_done` when it ends
         self._leaving, self._done = threading.Event(), threading.Event()
-        self._mistake: ValueError | None = None  # error in this host's flags that the thread has found
-        # Only node 0 uses these: name and IP address of each other host by --node-rank; the nodes that have been
-        # connected to the store since all have joined; and the nodes of them whose processes have been killed
+        self._mistake: ValueError | None = None  # error in this host's flags, found by the launcher's thread
+        # Only node 0 uses the next three attributes. `_others`: name and IP address of each other host by --node-rank.
+        # `_seen`: nodes that have been connected to the store since all hosts have joined. `_killed`: those of the
+        # nodes in `_seen` whose processes have been killed
         self._others: dict[int, tuple[str, str]] = {}
         self._seen, self._killed = set[int](), set[int]()
 

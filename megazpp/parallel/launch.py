@@ -167,7 +167,9 @@ def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str
 
 
 def _wait_for_store(address: Address, seconds: float) -> None:
-    """Wait until the job's store accepts connections. torch itself would print dozens of C++ frames if it does not.
+    """Wait until the job's store accepts connections.
+
+    Without this wait, torch would print dozens of C++ frames if it cannot reach the store.
 
     Raises:
         ValueError: there was no connection within `seconds`.

@@ -107,7 +107,10 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
 
 
 def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, device: torch.device) -> float:
-    """Measure an all-gather along `axis`: return the largest of all ranks' medians of its seconds."""
+    """Measure the seconds of an all-gather along `axis` on all ranks.
+
+    Each rank computes the median of several calls. The result is the slowest rank's median, the largest one.
+    """
     mine = torch.zeros(bytes_per_rank, dtype=torch.uint8, device=device)
     out = torch.empty(bytes_per_rank * axis.size, dtype=torch.uint8, device=device)
     return _time(lambda: axis.all_gather(mine, out=out), world, device, average=statistics.median)

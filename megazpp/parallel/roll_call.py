@@ -38,8 +38,9 @@ ANSWER_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # longest time for which a rank that has failed waits until the job's store exists
 CLAIM_SECONDS = 1.0  # time for a host's rank with local rank 0 to print an error, before another of its ranks prints it
 MOST_LINES = 10  # largest number of facts that an error message about differences lists
-# Keys of the roll call in the store. Their values, in this order: the number of ranks that have written facts, the
-# number of ranks that have failed, the first error, rank 0's verdict, and the number of ranks that have read it.
+# Keys of the roll call in the store. The values under these keys are, in this order: the number of ranks that have
+# written facts, the number of ranks that have failed, the first error, rank 0's verdict, and the number of ranks that
+# have read it.
 ARRIVED, FAILED, FAILURE, VERDICT, HEARD = "arrived", "failed", "failure", "verdict", "heard"
 
 

@@ -131,7 +131,11 @@ class Watchdog:
 
     @property
     def _limit(self) -> float:
-        """The seconds without progress after which the job counts as hung, longer up to the end of the first step."""
+        """The seconds without progress after which the job counts as hung.
+
+        One limit holds up to the end of the first step, when kernels are compiled and ranks are connected. A second
+        limit holds for later steps.
+        """
         return self._later if self._activity.entered[STEP] > 1 else self._first
 
     def _judge(self) -> None:
@@ -222,7 +226,10 @@ class Watchdog:
         return RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
 
     def _end_alone(self, reason: str) -> None:
-        """End this process without the store. On the first rank of a host, print `reason`, and its spans and stacks."""
+        """End this process without using the store, because it does not answer.
+
+        On the first rank of each host, first print `reason`, and this rank's open spans and Python stacks.
+        """
         state = self._state()
         if self._place.local_rank == 0:
             print(
