@@ -278,7 +278,7 @@ class ClusterCosts(Costs):
         self._axes = {axis: AxisCost(layout, axis, efficiency) for axis in names if axis not in free}
 
     def beside(self, axis: str) -> float:
-        if self._device.is_cpu:  # TCP inside a node runs on the cores on which ranks compute, so it slows them
+        if self._device.is_cpu:  # TCP inside a node takes the cores on which ranks compute, so compute waits
             return 0.0 if axis in self._network else 1.0
         return NCCL_BLOCKS / self._multiprocessors
 
@@ -324,7 +324,7 @@ class AxisCost:
         cluster = layout.cluster
         known = {} if cluster.links is None else cluster.links.known
         self._size, self._byte_seconds, self._pairwise_seconds = layout.axis_size(axis), 0.0, 0.0
-        # ---- seconds per byte that each rank sends, on the slowest kind of link of the axis
+        # ---- compute the seconds per byte that each rank sends, on the slowest kind of link of the axis
         for kind, count in layout.links(axis).items():
             assert kind in known, f"axis {axis} uses links.{kind}, whose speed is unknown"
             link, is_network = known[kind], kind == "network"
@@ -341,9 +341,12 @@ class AxisCost:
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
             self._pairwise_seconds = max(self._pairwise_seconds, 1e-9 * pairwise)
 
-        # ---- latency of a ring and of a tree over the axis's ranks
+        # ---- compute the latency of a ring and of a tree over the axis's ranks
         def latency(kind: LinkKind, default: dict[str, float]) -> float:
-            """Return the seconds of a message on a kind of link; `default` is for cluster files without latency."""
+            """Return the seconds that a message takes on a kind of link.
+
+            `default` has microseconds by kind of link, for cluster files without latencies.
+            """
             microseconds = known[kind].microseconds
             return 1e-6 * (default[kind] if microseconds is None else microseconds)
 

@@ -43,7 +43,7 @@ class Estimate(NamedTuple):
         plan: layout, wire formats and batch sizes of the run.
         memory: bytes on rank 0 by kind at the memory peak.
         wires: bytes that rank 0 sends per optimizer step, by kind of link ("tp", "local" or "cross").
-        exchanged: bytes that context parallelism sends on rank 0 per optimizer step; they are part of `wires`.
+        exchanged: bytes that rank 0 sends for context parallelism per optimizer step; `wires` includes them.
         node_cross_bytes: bytes that all ranks of a node send to other nodes per optimizer step.
         node_replica_group_bytes: bytes that a node sends to other replica groups in one synchronization of all
             fragments; 0 without local steps.
@@ -51,7 +51,7 @@ class Estimate(NamedTuple):
         seconds: seconds per optimizer step; None if the cluster file lacks the device or the links.
         held_up: seconds by which one synchronization of the replica groups delays training; 0 without local steps.
         busy: seconds per optimizer step that collectives take, by axis; for the key "compute" the seconds of kernels,
-            and for "host" the seconds of launches. {} without times.
+            and for "host" the seconds of launches. {} if `seconds` is None.
         muon: sentence about Muon's work and communication, for the report; "" for other optimizers.
         host_bytes: bytes of rank 0's training states in host memory; 0 without --optimizer-cpu-offload.
         copied: bytes that rank 0 copies per optimizer step between the device and its states in host memory, by
@@ -316,7 +316,7 @@ class Estimator:
         return simulator, step, simulator.synchronize(step.seconds), 1 if diloco is None else diloco.steps
 
     def _is_timed(self, layout: Layout) -> bool:
-        """Return True if the cluster file describes what estimates of time require: device, and links if used."""
+        """Return True if estimates have times: the cluster file has the device, and links if the layout uses any."""
         return self.cluster.device is not None and (self.cluster.links is not None or not _used_links(layout))
 
 
@@ -341,7 +341,7 @@ def known_links(layout: Layout) -> Links | None:
 
 
 def _used_links(layout: Layout) -> dict[LinkKind, str]:
-    """Return the kinds of links that the layout's collectives use, such as "network", each with one of its axes."""
+    """Return the kinds of links that the layout's collectives use, such as "network", each with one axis that does."""
     axes = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
     return {kind: axis for axis in reversed(axes) for kind in layout.links(axis)}
 
@@ -405,8 +405,8 @@ def _describe_muon(config: RunConfig, simulator: StepSimulator, layout: Layout) 
 def _documents(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> Documents | None:
     """Return the method by which the planned device keeps attention inside documents or a window.
 
-    The methods are a kernel for documents, a mask, and the mask of the CPU's attention. The result is None for plain
-    causal attention, which needs no such method.
+    "kernel" is an attention kernel for documents, "mask" a mask for the GPU's attention, and "CPU's mask" a mask for
+    the CPU's attention. The result is None for plain causal attention, which needs no such method.
 
     Args:
         config: flags of the run.

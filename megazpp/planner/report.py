@@ -45,7 +45,7 @@ def report_parts(
 ) -> Iterator[str]:
     """Return an iterator over the parts of the report of --plan, each a text of several lines.
 
-    No worker is started and no tensor is allocated. This function estimates the run itself at once, so it raises the
+    No worker is started and no tensor is allocated. This function already estimates the user's run, so it raises the
     errors of the flags. The iterator computes each part when the caller takes the part.
 
     Args:
@@ -60,7 +60,7 @@ def report_parts(
     """
     config, elastic = for_planning(config, "--plan"), config.jobs > 1
     if elastic:
-        # This raises the errors about the flags of elastic DiLoCo, which `as_one_job` removes.
+        # `as_one_job` removes the flags of elastic DiLoCo, so call `plan_run` before it, to raise their errors.
         plan_run(config, cluster, device_type=device_type)
         config, cluster = as_one_job(config, cluster)
     estimator = Estimator(cluster, device_type=device_type, elastic=elastic)
@@ -145,8 +145,8 @@ def _memory_by_load(even: Estimator, loaded: Estimator, own: Estimate) -> Iterat
 
 
 def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
-    """Yield the report's lines about the communication and the time of the user's run: per step, exposed, total."""
-    # ---- bytes sent per optimizer step
+    """Yield the report's lines about the user's run: bytes and seconds per step, exposed communication, and days."""
+    # ---- yield the lines about the bytes that are sent per optimizer step
     sent = ", ".join(f"{WIRE_NAMES[wire]} {own.wires[wire] / MEGA:.3f} MB" for wire in WIRES)
     yield f"rank 0 sends per optimizer step: {sent}; a node sends {own.node_cross_bytes / MEGA:.3f} MB to other nodes"
     if own.host_bytes:
@@ -173,7 +173,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
             f"fetches {snapshot / GIGA:.3f} GB, and a rank keeps {messages / MEGA:.3f} MB in host memory for each "
             "version that other groups may still fetch"
         )
-    # ---- calibration of the times, and seconds per optimizer step
+    # ---- yield the lines about the calibration of the times, and about the seconds per optimizer step
     if own.seconds is None or device is None:
         yield "no times: the cluster file does not describe the device and the links that the run uses"
         return
@@ -207,13 +207,13 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
             f"which every {diloco.steps} steps delays training by {own.held_up:.3f} s; its bytes "
             f"{_takes(diloco)} with at least {own.sufficient_gigabits:.3g} Gbit/s of network bandwidth per node"
         )
-    # ---- exposed communication by axis
+    # ---- yield the table of exposed communication by axis
     rows = [("axis", "busy", "hidden", "exposed")]
     for axis, exposed in estimator.exposed(own).items():
         busy = own.busy.get(axis, 0.0)
         rows.append((axis, f"{busy:.3f} s", f"{max(busy - exposed, 0.0):.3f} s", f"{max(exposed, 0.0):.3f} s"))
     yield from aligned(rows)
-    # ---- days and price of the complete run
+    # ---- yield the line about the days and the price of the complete run
     price = device.price_per_hour
     cost = "" if price is None else f", {24 * price * gpus * own.days:,.0f} at {price:g} a GPU-hour"
     yield (
@@ -233,7 +233,8 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
         "longest context",
     )
     rows: list[tuple[str, ...]] = [titles]
-    # ---- a row of the table for each context-parallel size that fits into a local domain, and for the run's own size
+    # ---- make a row of the table for each context-parallel size that fits into a local domain, and for the run's
+    # own size
     cluster, size, length = estimator.cluster, own.plan.batches.micro_batch_size, own.config.data.seq_length or 0
     inside = max(cluster.local_domain_size // own.plan.layout.tp, 1)
     for cp in sorted({*nested_sizes(inside, inside), own.plan.layout.cp}):
@@ -254,10 +255,10 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
 
 
 def _takes(diloco: DilocoPlan) -> str:
-    """Return what DiLoCo's synchronization achieves at the sufficient network bandwidth, as words for the report.
+    """Return words for the report: what the sufficient network bandwidth means for a synchronization of DiLoCo.
 
-    They complete "a synchronization's bytes ... with at least 10 Gbit/s". With a delay between sending and merging:
-    "overlap with the steps of its delay". Without delay: "take at most 5 % of the time".
+    The words complete "a synchronization's bytes ... with at least 10 Gbit/s". With a delay between sending and
+    merging: "overlap with the steps of its delay". Without delay: "take at most 5 % of the time".
     """
     return "overlap with the steps of its delay" if diloco.delay else f"take at most {100 * EXPOSED:g} % of the time"
 
@@ -265,9 +266,9 @@ def _takes(diloco: DilocoPlan) -> str:
 def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
     """Yield the lines of the report's table of sharding schemes, and a sentence that says whether ZeRO++ pays.
 
-    All schemes have the run's batch. On several nodes the table has a row for local steps (DiLoCo) as well.
+    All schemes have the run's global batch size. On several nodes the table has a row for local steps (DiLoCo) as well.
     """
-    # ---- a row of the table for each sharding scheme
+    # ---- make a row of the table for each sharding scheme
     rows: list[tuple[str, ...]] = [("scheme", *COLUMNS)]
     named, diloco = schemes(config), local_steps(config, estimator.cluster)
     device, found = estimator.cluster.device, dict[str, Estimate]()
@@ -293,7 +294,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             label += " (auto: lossless)" if gather.differences else " (auto: int8)"
         rows.append((label, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))
     yield from aligned(rows)
-    # ---- notes below the table of schemes, and the sentence that says whether ZeRO++ pays
+    # ---- yield the notes below the table of schemes, and the sentence that says whether ZeRO++ pays
     note = "* per-node bandwidth, each way, above which the network is no longer the bottleneck"
     for name in diloco:
         if name in found and (plan := found[name].plan.of(DilocoPlan)) is not None:

@@ -445,7 +445,8 @@ class SimulatedUnit(Unit):
             self.gather_buffer = (peers * received if peers > 1 else 0) + (0 if wire.gather.keep else received)
         if isinstance(self.reduce, TwoHopReduce):
             inside, across = self.reduce.message_bytes
-            # Messages to send and received messages. With one rank in the local domain both are the same messages.
+            # The local hop's buffers hold the messages to send and the received messages. With one rank in the local
+            # domain, these are the same messages.
             self.reduce_buffer = (2 if peers > 1 else 1) * peers * nodes * inside
             self.cross_buffer = 2 * nodes * across
             self.partial_bytes = nodes * self.size * (2 if context.zero.zero_accumulate_in_bf16 else 4)
@@ -491,7 +492,7 @@ def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tu
     Args:
         parameters: names and unsharded shapes.
         num_ranks: number of ranks over which FSDP2 shards.
-        rank: index of the rank among them.
+        rank: index of the rank among these ranks.
     """
     for _, shape in parameters:
         yield own_rows(shape[0] if shape else 1, num_ranks, rank), *shape[1:]

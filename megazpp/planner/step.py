@@ -57,7 +57,7 @@ MASTER_BYTES = 4  # bytes per element of master weights, sharded gradients and m
 # Most micro-batches that are simulated: the first, the last, and one that represents all micro-batches in between.
 SIMULATED_MICRO_BATCHES = 3
 NOTHING = Traffic(0, 0)
-HOP_AXES = ("cross", "local", "shard")  # names of the axes that `CommContext` takes, in the order of its fields
+HOP_AXES = ("cross", "local", "shard")  # names of the axes for the first fields of `CommContext`, in their order
 TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and sent bytes by (kind of link, axis, collective)
 
 
@@ -123,7 +123,7 @@ class StepSimulator:
     ) -> None:
         self._zero, self._precision = zero, precision = spec.zero, spec.precision
         self.trace, self._layout, self._on_cpu = trace, layout, on_cpu
-        # ---- simulated mesh axes, with a communication queue each
+        # ---- create the simulated mesh axes, each with a communication queue
         self._moments, self._costs = moments, costs or Costs()
         self._simulation = Simulation(self._costs)
         # Layers of the same kind share one traced segment. The durations of its kernels are summed once, in a
@@ -143,7 +143,7 @@ class StepSimulator:
             for name in (*AXES, NODE, *EXPERT_AXES)
         }
         self._shard, self._replicate = self._axes["shard"], self._axes["replicate"]
-        # ---- simulated sharding units, with their gathers and reductions
+        # ---- create the simulated sharding units, with their gathers and reductions
         self._context = CommContext(
             *(self._axes[name] for name in HOP_AXES),
             plan=spec.wire,
@@ -167,11 +167,11 @@ class StepSimulator:
             self.units.append(unit)
             self._groups += [] if expert else [[]]
             self._groups[-1].append(unit)
-        # ---- training states in host memory (--optimizer-cpu-offload)
+        # ---- create the clocks of copies of training states in host memory (--optimizer-cpu-offload)
         self._on_host = zero.optimizer_cpu_offload
         self._sums_on_host = zero.zero_offload_partial_sums and spec.wire.reduce is not None
         self._uploads, self._downloads = (self._simulation.new_clock() for _ in range(2))
-        # ---- Muon, and the outer weights of DiLoCo
+        # ---- create Muon's orthogonalizer and DiLoCo's outer weights, if the run uses them
         self.muon: JointOrthogonalizer | None = None
         if muon is not None and self.trace.matrices:
             settings: dict[str, Any] = {
@@ -196,8 +196,8 @@ class StepSimulator:
                 self.whole = [WholeRows(unit, unit.shapes, axis.size, **given) for unit in self.units]
             else:
                 self.fragments = diloco.in_fragments([OuterUnit(u, u.shapes, axis, **given) for u in self.units])
-        # ---- state of FSDP2's streams and buffers
-        self._received: SimulatedUnit | None = None  # unit whose frozen weights are gathered and not yet unpacked
+        # ---- initialize the simulated state of FSDP2's streams and buffers
+        self._received: SimulatedUnit | None = None  # unit whose frozen weights are gathered but not yet unpacked
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
         self._copied_out = 0.0  # time at which FSDP2 has copied the last gather's parameters out of the gather's buffer
         # Bytes of the buffers that FSDP2 still holds: of the last gather that was copied out, and of the last reduction
@@ -236,7 +236,7 @@ class StepSimulator:
             self._optimizer()
 
     def run_forward(self) -> None:
-        """Simulate a forward without backward; `ledger` then has its memory, and `counter` its bytes."""
+        """Simulate a forward without backward. `ledger` then has the forward's memory, and `counter` its sent bytes."""
         self._simulation.begin_step()
         self._open_ledger()
         self._forward()
@@ -333,12 +333,12 @@ class StepSimulator:
             first: True for the first micro-batch of the step.
             last: True for the last micro-batch of the step.
         """
-        # ---- order of the sharding units in backward
+        # ---- determine the order of the sharding units in backward
         tied, groups, segment = self.trace.tied, self._groups, self.trace.num_segments - 1
         for unit in self.units:
             unit.is_sharded = False
         order = [groups[0], *groups[:0:-1]] if tied else groups[::-1]
-        # ---- gather, compute and reduce each unit
+        # ---- gather each unit, compute its backward, and reduce its gradients
         for group, following in zip(order, [*order[1:], None], strict=True):
             reached = self._has_backward(segment)
             after = following[0] if following is not None and self._has_backward(segment - 1) else None
@@ -359,7 +359,7 @@ class StepSimulator:
             self._work(BACKWARD, 0)
             self._finish_unit(order[0][0], first=first, last=last)
             self._free_unpacked(order[0][0])
-        # ---- end of backward: FSDP2's hook of the root module waits for all reductions and copies
+        # ---- end the backward: FSDP2's hook of the root module waits for all reductions and copies
         for clock in (self._reductions, self._copies, self._downloads):
             self._simulation.running.wait_until(clock.now)
         self._context.reduce_schedule.end_backward()
@@ -420,13 +420,13 @@ class StepSimulator:
             flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
             self.ledger.pass_through(Memory.BUFFERS, flat.nbytes)
             self._touch(4 * flat.nbytes)
-        # ---- gradient norm, and the orthogonalization of Muon
+        # ---- simulate the all-reduces of the gradient norm, and the orthogonalization of Muon
         for name in ("tp", "shard"):
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
         if self.muon is not None:
             self.orthogonalize(iteration=1)
-        # ---- update of the weights: passes over 4 bytes per element of a rank's shards. The gradient norm makes 1 pass
-        # (it reads gradients). AdamW makes 8: it reads and writes weights, gradients and both moments.
+        # ---- simulate the update of the weights by passes over 4 bytes per element of the rank's shards. The gradient
+        # norm makes 1 pass: it reads gradients. AdamW makes 8: it reads and writes weights, gradients and both moments.
         passes = 1 + 8
         if not self._on_host:
             self._touch(passes * 4 * sum(unit.size for unit in self.units))
@@ -720,7 +720,10 @@ class StepSimulator:
 
 
 def expert_axes(layout: Layout) -> tuple[str, str, str]:
-    """Return the names of the cross, local and shard axes of experts' parameters, which expert parallelism changes."""
+    """Return the names of the cross, local and shard axes of experts' parameters.
+
+    With expert parallelism, the local and the shard axis differ from those of other parameters.
+    """
     return ("cross", "expert local", "expert shard") if layout.has_expert_axes else HOP_AXES
 
 
@@ -750,7 +753,7 @@ def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -
         plan: plan of DiLoCo, with the delay between sending and merging.
 
     Returns:
-        bytes of these messages; and the index of the fragment that is sent as the last of them.
+        bytes of these messages; and the index of the fragment among them that is sent last.
     """
     sizes = [sum(unit.sent_bytes for unit in fragment) for fragment in fragments]
     count = math.ceil(plan.delay * plan.fragments / plan.steps)

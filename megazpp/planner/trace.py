@@ -52,8 +52,8 @@ NO_RECOMPUTE: dict[str, Any] = {
     "recompute_method": None,
     "recompute_num_layers": None,
 }
-# Stands for float8 matrix products in a trace. It keeps the same tensors for backward, at the same point between the
-# collectives on tp.
+# Stands for float8 matrix products in a trace. Like them it saves its input and weight for backward, and runs after the
+# gather over tp and before the reduction over tp.
 SIMULATED_FLOAT8: Product = F.linear
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # names of torch's matrix products
 # Names of operations of torch that launch no kernel
@@ -173,7 +173,7 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     Raises:
         ValueError: only some layers have experts, and layers differ in recomputation or in frozen parameters as well.
     """
-    # ---- configs of models with at most three layers, which represent all layers
+    # ---- make the configs of models with at most three layers, which represent all layers
     again = 1 if config.recompute_method == "block" else None  # layer 0 of the traced layers is recomputed, layer 1 not
     # Layers with and without a window or rotary embeddings have the same parameters, and count as alike here.
     alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}
@@ -200,7 +200,7 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     ends, _ = record_segments(without, inputs._replace(ep=1, expert_load=1.0), share, with_head=True)
     layers, model = record_segments(shape, inputs, share, with_head=False)
     # ---- extend the trace from the traced layers to all layers of the model
-    # For each layer of the model, the traced layer that has the same parameters
+    # `kinds` has for each layer of the model the index of the traced layer that has the same parameters.
     kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]
     (units, experts), (frozen, _) = (_units(model, kinds, trained=trained) for trained in (True, False))
     first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # maps a name to the name in layer 0
@@ -282,7 +282,7 @@ def record_segments(
     def head(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None) -> torch.Tensor:
         """Return the scalar whose backward is traced, with the routers' losses of a model with experts added.
 
-        With the head it is the sum of the tokens' losses, and without the head the sum of the hidden states.
+        With `with_head` the scalar is the sum of the tokens' losses, otherwise the sum of the hidden states.
         """
         if with_head:
             losses, _ = model.token_losses(x, tokens, with_entropy=inputs.with_entropy)

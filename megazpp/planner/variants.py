@@ -17,7 +17,7 @@ from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster, nested_sizes
 
-# Names of the schemes that compare the two formats between which --zero-weight-delta auto chooses
+# Names of two schemes: --zeropp with each of the two formats of weights between which --zero-weight-delta auto chooses
 INT8, LOSSLESS = "--zeropp, int8", "--zeropp, lossless"
 # Values of ZeRO-3 for the fields of `ZeroConfig` in which the schemes differ
 PLAIN = {
