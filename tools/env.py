@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
 
 def versions() -> Section:
     """Return the versions from torch's own report, shortened, and of the packages that this project uses."""
-    # torch's report would run pip, which takes seconds.
+    # Without this patch torch's report would run pip, which takes seconds.
     with mock.patch.object(collect_env, "get_pip_packages", return_value=("", "")):
         report = collect_env.get_env_info()._asdict()
     cpu = [line for line in (report.pop("cpu_info") or "").splitlines() if line.startswith(("Model name", "NUMA"))]
@@ -178,7 +178,7 @@ def missing() -> Section:
 
 
 def _version(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

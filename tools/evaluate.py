@@ -29,7 +29,7 @@ from megazpp.features import FEATURES
 from megazpp.inference.config import parse_checkpoint_flags
 from megazpp.run.arguments import ParsedRun
 
-COMMON = ("data_path", "text_path", "split", "eval_iters", "micro_batch_size", "seq_length")  # listed by --help
+COMMON = ("data_path", "text_path", "split", "eval_iters", "micro_batch_size", "seq_length")  # flags that --help lists
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,7 @@ from megazpp.post_training.formatting import prompt_ids
 from megazpp.run.arguments import RunConfig
 from megazpp.run.start import distributed_program
 
-GivenPrompt = str | dict[str, Any]  # a text, or an object as in a .jsonl file
+GivenPrompt = str | dict[str, Any]  # a text, or an object with the key "prompt" or "messages" as in a .jsonl file
 
 
 @distributed_program
@@ -139,7 +139,7 @@ def check(config: RunConfig, extra: GenerateConfig) -> None:
 
 
 class Starts:
-    """The conversion of prompts to token IDs.
+    """A converter of prompts to token IDs, which truncates or rejects prompts that are too long.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -198,7 +198,7 @@ class Starts:
 
 def run(loaded: Loaded) -> None:
     """Continue all prompts with the loaded model, batch by batch. Rank 0 reads the prompts and prints the texts."""
-    # Settings, and on rank 0 the batches of prompts.
+    # Read the settings, and on rank 0 create the iterator of batches of prompts.
     config, world, extra, longest = loaded.config, loaded.dims.world, loaded.extra, loaded.config.data.seq_length
     assert longest is not None
     sample = config.section(SampleConfig)
@@ -240,7 +240,7 @@ def run(loaded: Loaded) -> None:
 
 
 def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[list[GivenPrompt]]:
-    """Yield batches of prompts.
+    """Yield batches of prompts: from --prompt if it is given, otherwise from the file or stdin.
 
     Args:
         given: prompts of --prompt, which may be empty texts. If there are any, nothing else is read.

@@ -77,8 +77,8 @@ def check_ids(dataset: IndexedDataset, tokenizer: Tokenizer) -> str:
     The lines give the largest ID, and how many of the first documents end with the tokenizer's end-of-document token.
 
     Args:
-        dataset: the dataset.
-        tokenizer: the tokenizer that should have produced it.
+        dataset: dataset whose token IDs are checked.
+        tokenizer: tokenizer that should have produced these IDs.
     Raises:
         ValueError: an ID is outside the tokenizer's vocabulary.
     """

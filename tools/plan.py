@@ -77,11 +77,13 @@ def main(argv: list[str]) -> None:
 
 
 def estimate_schemes(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> dict[str, Estimate]:
-    """Return the estimates by scheme, without schemes that cannot run on the cluster (HSDP on a single node).
+    """Return the estimate of each sharding scheme by its name, without schemes that cannot run on the cluster.
+
+    For example, HSDP cannot run on a single node.
 
     Args:
-        config: the run.
-        cluster: the cluster.
+        config: flags of the run.
+        cluster: nodes and ranks, with the device and links of the cluster file.
         micro_batches: number of micro-batches per optimizer step.
     """
     assert config.batches.micro_batch_size is not None

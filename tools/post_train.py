@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
     problems.raise_all()
     hold_run_dir(parsed)
 
-    # ---- start the workers, or become one
+    # ---- start the workers, or train if this process is a worker
     if not place.started:
         return start_workers(place, config.launch, main)
     facts = facts_of(parsed)  # all ranks have to agree on them

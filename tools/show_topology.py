@@ -57,7 +57,7 @@ from megazpp.topology.show import topology_text
 
 @program
 def main(argv: list[str]) -> None:
-    """Print the layout that the flags give."""
+    """Print the layout of ranks and parallel axes that the flags give."""
     args, parsed = parse(argv)
     config = parsed.config
     say_notices(parsed.notices)
@@ -66,13 +66,13 @@ def main(argv: list[str]) -> None:
 
 
 def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluster:
-    """Return the cluster that the file or the flags describe.
+    """Return the cluster that the cluster file or the flags --nodes and --ranks-per-node describe.
 
     Args:
         args: the flags of this program.
         cluster_file: path of the cluster file, if one is given.
     Raises:
-        ValueError: neither or both describe the cluster, or a size is not positive.
+        ValueError: neither the file nor flags describe the cluster, or both do, or a size is not positive.
     """
     sizes = {"--nodes": args.nodes, "--ranks-per-node": args.ranks_per_node, "--fast-domain": args.fast_domain}
     given = [f"{flag} {value}" for flag, value in sizes.items() if value is not None]

@@ -105,8 +105,8 @@ class Results:
     """Samples of a benchmark, stored in a JSON file.
 
     Args:
-        path: file, which is read if it exists.
-        shape: sizes of cluster and model.
+        path: JSON file, whose samples of earlier calls are read if it exists.
+        shape: sizes of cluster and model, by the names in SHAPE.
 
     Raises:
         ValueError: the file holds samples of another model or cluster.
@@ -159,7 +159,7 @@ class Driver:
         theirs.close()
 
     def step(self, variant: str, micro_batches: int) -> dict[str, Any]:
-        """Run one optimizer step of a variant (with DiLoCo, a cycle of local steps), and return its figures."""
+        """Run one optimizer step of a variant, or with DiLoCo a cycle of local steps; return its measurements."""
         self._pipe.send((variant, micro_batches))
         return self.receive()
 
@@ -295,7 +295,10 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, Any], parameters: int)
 
 
 def speedup(samples: Iterable[Sample], variant: str) -> float | None:
-    """Return the median over rounds of a variant's speed relative to BASELINE at equal link rate; None without any."""
+    """Return the median over rounds of a variant's speed relative to BASELINE at equal link rate.
+
+    The result is None if no round has samples of both variants.
+    """
     seconds = {(s.variant, s.rate, s.round): s.seconds for s in samples}
     pairs = [(seconds.get((BASELINE, at, i)), own) for (name, at, i), own in seconds.items() if name == variant]
     ratios = [baseline / own for baseline, own in pairs if baseline is not None]
@@ -319,7 +322,7 @@ def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
 
 
 def _estimate_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
-    """Return the table of the planner's estimated seconds per step, and of the wire format that it would choose."""
+    """Return the table of estimated seconds per step, and of the format that --zero-weight-delta auto would choose."""
     rows = []
     formats = [name for name in ("zeropp-overlap", "lossless") if name in names]
     for rate in _rates(samples):

@@ -67,7 +67,7 @@ POLL_SECONDS, LIMIT_SECONDS, OUTAGE_SECONDS = 0.05, 280.0, 3.0
 class Site:
     """The processes of an elastic DiLoCo run: a coordinator, and one job per replica group.
 
-    As a context manager it kills all of them at its end.
+    At the end of the context, all of these processes are killed.
 
     Args:
         folder: folder of the run; everything in it is deleted first.
@@ -135,7 +135,7 @@ class Site:
         self.wait(lambda: len(self.commits()) >= version)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return all records of the coordinator's journal."""
+        """Return all complete records of the newest file of the coordinator's journal."""
         files = (self.folder / "journal" / "coordinator").glob("journal-*.jsonl")
         newest = max(files, key=lambda path: int(path.stem.split("-")[1]))
         *lines, _ = newest.read_text().split("\n")

@@ -78,7 +78,10 @@ class Emulation:
 
 
 def around(owner: Any, name: str, *, before: Callable[..., Any] | None = None, after: Any = None) -> None:
-    """Replace a function of a class or module: calls also call `before` and `after` with the positional arguments."""
+    """Replace the function `name` of the class or module `owner` by one that also calls `before` and `after`.
+
+    Both get the positional arguments of the call. `before` runs before the replaced function, and `after` after it.
+    """
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
@@ -148,7 +151,11 @@ class Kill:
         self._in_round, self._rounds = False, self._rounds + 1
 
     def _reach(self, owner: Any, *args: Any) -> None:
-        """Kill the job, unless it is too early: in the first rounds, before the middle, or for a joining group."""
+        """Kill the job at its point of a round, unless the job has reached the point too early.
+
+        Too early are the first UNDISTURBED rounds, steps before the middle of the interval for the kill in its middle,
+        and messages outside of a round, such as those for a group that joins.
+        """
         if self._rounds < UNDISTURBED or (self._method in ("_serve", "send_data") and not self._in_round):
             return
         if self._method == "_count_step" and 2 * owner._steps <= owner._rules.interval:
@@ -157,7 +164,7 @@ class Kill:
             message, data = args
             owner.send(message | {"bytes": len(data), "sha256": ""})
             owner._sock.sendall(data[: len(data) // 2])
-        write_whole(self._file, str(time.time()).encode())  # at once, because the benchmark then kills all processes
+        write_whole(self._file, str(time.time()).encode())  # whole: the benchmark reads it as soon as it exists
         os.kill(int(os.environ.get(LAUNCHER_PID, os.getpid())), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -174,5 +181,5 @@ if __name__ == "__main__":
         Kill(given)
     while given.hold_file and not Path(given.hold_file).exists():
         time.sleep(0.02)
-    sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]  # worker processes parse it again
+    sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]  # worker processes parse sys.argv again
     raise SystemExit(pretrain_gpt.main(sys.argv[1:]))

@@ -36,7 +36,7 @@ from megazpp.kernels.weight_delta import decode, encode, message_bytes, numbers
 
 BUSY_CYCLES = 1_000_000  # GPU cycles, about half a millisecond: longer than the host takes to launch a kernel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LEARNING_RATES = (3e-4, 1e-6)  # at the first one most weights change, at the second one few
+LEARNING_RATES = (3e-4, 1e-6)  # at 3e-4 most bf16 weights change in a step, at 1e-6 few
 DIFFERENT = 1 << 20  # number of different weights; larger tensors repeat them
 
 
@@ -45,9 +45,9 @@ class Piece(NamedTuple):
 
     Attributes:
         name: name in the table.
-        elements: number of elements that it produces or consumes.
-        num_bytes: bytes that it must read and write.
-        run: the call.
+        elements: number of elements that the call produces or consumes.
+        num_bytes: bytes that the call must read and write.
+        run: function without arguments that makes the call.
     """
 
     name: str
@@ -92,7 +92,7 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
     for fmt in (BlockFormat(8, block_size), BlockFormat(4, block_size)):
         bits = fmt.bits
         wire, table = fmt.bits_per_element(n) / 8, range_table(plan_row(n, fmt), torch.float32)
-        # ---- calls that pack values into a message, and unpack a message; also as differences from a base
+        # ---- add calls that pack values into a message and unpack a message, also as differences from a base
         for name, dtype in DTYPES.items():
             x = torch.randn(n, device=device).to(dtype)
             messages = torch.zeros(table.layout.message_bytes, dtype=torch.uint8, device=device)
@@ -105,12 +105,12 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
             add = partial(unpack_onto, messages, table, out=x)
             pieces.append(Piece(f"quantize {name} to int{bits}, base bf16", n, moved + 2 * n, difference))
             pieces.append(Piece(f"add int{bits} to {name}", n, moved + n * x.element_size(), add))
-        # ---- a call that packs values with error feedback, which it reads and writes too
+        # ---- add a call that packs values with error feedback; it also reads and writes the stored errors
         errors, kept = Feedback.zeros((), table, device), 2 * n * (1 + 2 / block_size)
         with_feedback = partial(quantize, errors=errors)
         pieces.append(Piece(f"quantize {name} to int{bits}, feedback", n, moved + kept, with_feedback))
 
-        # ---- a call that unpacks and sums the messages of all peers
+        # ---- add a call that unpacks and sums the messages of all peers
         table = range_table(plan_row(n // peers, fmt), torch.float32)
         received = torch.zeros(peers, table.layout.message_bytes, dtype=torch.uint8, device=device)
         pack(torch.randn(peers, n // peers, device=device), table, messages=received)

@@ -118,13 +118,13 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     Args:
         results: runs of each variant, in the same order of seeds; see `read`.
     """
-    # ---- the header of the table
+    # ---- make the header of the table
     baseline = next(iter(results.values()))
     head = (
         f"| wire | train, last {LAST_STEPS} | mean distance of a step's loss | validation | difference of validation "
     )
     lines = [f"{head}| MB between nodes per step | steps to the first's loss |", "|---|---|---|---|---|---|---|"]
-    # ---- a row of the table for each variant
+    # ---- make a row of the table for each variant
     for name, runs in results.items():
         differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
         valid = statistics.mean(run["valid"] for run in runs)

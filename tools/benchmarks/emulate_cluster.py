@@ -153,7 +153,7 @@ def start_on_this_machine(
         ranks_per_node: number of ranks per node.
         pass_fds: file descriptors that rank 0 inherits.
     """
-    with socket.socket() as probe:  # finds a free port
+    with socket.socket() as probe:  # lets the kernel choose a free port
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     job = RankProcesses(command, ranks_per_node, prefixes=[()] * nodes, interface="lo", pass_fds=pass_fds)
@@ -263,9 +263,10 @@ class EmulatedCluster:
             self.run(node, f"ip address add {_address(node)}/24 dev eth0 && ip link set eth0 up")
 
     def inside(self, namespace: int) -> tuple[str, ...]:
-        """Return the command prefix that enters a node's namespace; the number after the last node's is the bridge.
+        """Return the words in front of a command that make it run in a namespace.
 
-        The command starts in the current folder. Without `--wd` it would start in /, where relative paths are wrong.
+        `namespace` is the index of a node, or the number of nodes for the bridge's namespace. The command starts in
+        the current folder. Without `--wd` it would start in /, where relative paths are wrong.
         """
         target = str(self._holders[namespace].pid)
         return ("nsenter", "--net", "--mount", "--uts", f"--wd={os.getcwd()}", "--target", target)

@@ -32,7 +32,7 @@ texts = {"prompt": "{} plus 1 is", "chosen": " {}", "rejected": " {}0"}
 data = Dataset.from_list([{k: text.format(n + (k != "prompt")) for k, text in texts.items()} for n in range(64)])
 DPOTrainer(
     model,
-    copy.deepcopy(model),  # the reference model
+    copy.deepcopy(model),  # the reference model of DPO, with the initial weights
     args=arguments,
     train_dataset=data,
     processing_class=tokenizer,
