@@ -81,7 +81,7 @@ class CheckpointFolder:
     def without_checkpoint(self) -> str:
         """Return the error message for a folder without checkpoints.
 
-        The message adds that the folder does not exist, or that its subfolder `checkpoints` has checkpoints.
+        If the folder does not exist, or if its subfolder `checkpoints` has checkpoints, the message says so.
         """
         text, below = f"{self.name} has no checkpoint", self.path / "checkpoints"
         if not self.path.exists():

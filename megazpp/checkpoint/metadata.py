@@ -226,7 +226,7 @@ def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], whe
 def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `flags` in which the paths of data and tokenizer files are absolute.
 
-    A checkpoint stores them, so that another run finds the files from any working directory.
+    A checkpoint stores absolute paths, so that another run finds the files from any working directory.
     """
 
     def absolute(value: Any) -> Any:

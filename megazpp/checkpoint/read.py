@@ -483,7 +483,7 @@ def first_sound(
 def find_weights(
     folder: CheckpointFolder, iteration: int | None, *, fallback: bool = False, opener: WeightOpener = WHOLE_WEIGHTS
 ) -> tuple[LoadSource, CheckpointMetadata]:
-    """Find a checkpoint of which only the weights are loaded, and read its metadata. Tensor files are not verified.
+    """Find a checkpoint for a program that loads only weights, and read its metadata. Tensor files are not verified.
 
     Args:
         folder: folder of checkpoints.

@@ -61,7 +61,7 @@ class Kept:
     gradients would change.
 
     Attributes:
-        choice: [S, B, K] int64, the K experts of each token; None before the forward.
+        choice: [S, B, K] int64, the K experts of each of S tokens in B sequences; None before the forward.
         sizes: numbers of rows that are exchanged, stored so that the host waits for them only once; None before they
             are known.
     """

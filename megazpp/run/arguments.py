@@ -87,7 +87,10 @@ class FeatureConfig(Config):
 
     @property
     def distinguishes_nodes(self) -> bool:
-        """True if these flags depend on which ranks share a node, so that the run must detect the nodes exactly."""
+        """True if the effect of the feature's flags depends on which ranks share a node.
+
+        The run must then detect the nodes exactly.
+        """
         return False
 
     @property

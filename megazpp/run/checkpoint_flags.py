@@ -25,7 +25,7 @@ def with_checkpoint_flags(
 ) -> ParsedRun:
     """Return the command line with the checkpoint's flags about model, data, tokenizer, precision, evaluation and seed.
 
-    A flag that the user has set keeps its value. Flags of the checkpoint that exclude such a flag
+    A flag that the user has set keeps its value. Flags of the checkpoint that exclude a flag of the user
     (`MUTUALLY_EXCLUSIVE`) are not taken.
 
     Args:

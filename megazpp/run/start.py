@@ -97,7 +97,7 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
             elif hosts is not None:
                 failure.show()
                 hosts.tell(str(failure))
-                leave(failure.exit_code)  # as in `start_workers`
+                leave(failure.exit_code)  # an ordinary exit could abort, see `start_workers`
             else:
                 raise
             return failure.exit_code

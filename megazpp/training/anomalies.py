@@ -325,7 +325,7 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
             samples = f"samples {start} to {start + micro_batch_size - 1}"
             bad_losses.append(f"the loss of micro-batch {index} ({samples}) is not finite on rank {rank}")
     lines += bad_losses[:SHOWN]
-    # ---- the parameters whose gradient is not finite, with the ranks whose gradients were not finite before the sum
+    # ---- the parameters whose gradient is not finite, with the ranks whose own gradients were not finite
     bad = {name: value for name, value in first.norms.items() if not math.isfinite(value)}
     for name, value in list(bad.items())[:SHOWN]:
         ranks = [rank for rank, each in enumerate(reports) if name in (each.suspects or ())]

@@ -339,7 +339,7 @@ def validation_lines(where: str, loss: float, *, metric: str = "lm_loss", has_pe
 
 
 def perplexity(loss: float) -> float:
-    """Return the perplexity exp(loss) of a loss in nats per token, which is capped at 20 as in Megatron-LM.
+    """Return the perplexity exp(min(loss, 20)) for a loss in nats per token, with the limit of Megatron-LM.
 
     For NaN the result is NaN.
     """

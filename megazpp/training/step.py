@@ -240,8 +240,8 @@ class LaunchedStep:
         """Wait for the loss and the gradient norm, store them in the step's record, and return the record.
 
         Raises:
-            NotFiniteError: as in `check`.
-            CorruptWeightsError: as in `check`.
+            NotFiniteError: the loss or a gradient is not finite, and the guard ends the job; raised on all ranks.
+            CorruptWeightsError: gathered weights differ between ranks; raised on all ranks.
         """
         taken, (loss, norm, *zeros) = self.check(), self.numbers.wait()
         self.record.loss, self.record.grad_norm, self.record.skipped = loss, norm, not taken
