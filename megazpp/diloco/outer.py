@@ -341,7 +341,7 @@ class ReplicaGroups:
             self._merge(fragment, self.plan.merge_alpha)
 
     def _send(self, fragment: int) -> None:
-        """Start the synchronization of a fragment, and set the number of tokens since it was last sent to 0."""
+        """Start the synchronization of a fragment, and begin to count its tokens again from 0."""
         tokens = self._told[fragment] = self._tokens[fragment].clone()
         send_fragment(self.fragments[fragment], self.axis, self.plan, tokens)
         self._tokens[fragment] = 0.0

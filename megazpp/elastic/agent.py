@@ -180,7 +180,8 @@ class Agent:
     def seconds_to_quorum(self) -> float | None:
         """Return the seconds until the coordinator expects the quorum of this rank's round.
 
-        None if the estimate is unknown, if the connection is lost, or if the run has a newer version than this rank.
+        None if the coordinator has no estimate of this time, if the connection to it is lost, or if the run has a newer
+        version than this rank.
         """
         state = self.state
         if state is None or self._channel is None or state["version"] != self.version or state["quorum_in"] is None:

@@ -183,7 +183,9 @@ class Coordinator:
     def _advance(self) -> None:
         """Let `Rounds` decide, write its new records to the journal, and then send the run's state to all ranks."""
         now = time.monotonic()
-        if now > self._ticked_at + LATE_SECONDS:  # suspended, or waited for the disk: reports of groups are late too
+        # This process was suspended or has waited for the disk. Groups must not be removed for reports that it has not
+        # received meanwhile.
+        if now > self._ticked_at + LATE_SECONDS:
             self._rounds.wake(now)
         self._ticked_at = now
         self._rounds.tick(now)
@@ -217,7 +219,8 @@ class Coordinator:
             channel.send({"refused": str(error), "passes": error.passes})
             self._say(f"refused group {name}: {error}")
             return
-        # End this thread for a dead peer. `Rounds` has removed a silent group already, after HEARTBEAT_SECONDS.
+        # The timeout ends this thread if the peer is dead. `Rounds` has removed the peer's group before, because it
+        # removes a group that has sent no report for HEARTBEAT_SECONDS.
         channel.set_timeout(2 * HEARTBEAT_SECONDS)
         try:
             while True:

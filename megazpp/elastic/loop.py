@@ -91,7 +91,7 @@ class ElasticLoop:
         # number of live groups at this group's last step, at most the nominal number. While groups are missing, a step
         # advances the learning rate schedule by the live fraction of a global batch.
         self._live = self._rules.groups
-        self._last_step_at = 0.0  # time at which the last step ended or the interval began, to measure the next step
+        self._last_step_at = 0.0  # time from which the next step is timed: the end of the last step, or of a wait
 
     # ---- hooks that the trainer calls ---------------------------------------------------------------------------
 

@@ -492,7 +492,7 @@ class Rounds:
     def _drop_lost(self) -> None:
         """Drop published contributions whose groups died before any other group had fetched the messages.
 
-        Their samples become free, so that other groups train them again.
+        The samples of these contributions become free, so that other groups train them again.
         """
         if lost := [entry for entry in self.pool.values() if not self._can_be_fetched(entry)]:
             self._decide({"drop": [entry["cid"] for entry in lost]})
@@ -718,7 +718,8 @@ class Rounds:
     def _grace(self) -> float:
         """Return the seconds that a round waits for more groups after its quorum has arrived.
 
-        The default is 3 % of the time that the fastest live group needs for an interval, and at least 1 second.
+        Without --diloco-grace it is 3 % of the time that the fastest live group needs for an interval, and at least 1
+        second.
         """
         if self.rules.grace is not None:
             return self.rules.grace
