@@ -173,7 +173,7 @@ def test_token_range_is_a_slice_of_the_concatenated_documents(lengths, data):
     read = [part.get(i).tolist() for i in range(len(part.lengths))]
     assert list(itertools.chain.from_iterable(read)) == line[start:stop]
     assert [len(ids) for ids in read] == part.lengths.tolist()
-    # only the last token of a document, or of the whole range, ends a piece
+    # each piece that was read ends with the last token of a document, or of the whole range
     assert {ids[-1] + 1 for ids in read if ids} <= {*ends, stop}
     for i, ids in enumerate(read):
         for offset in range(len(ids)):

@@ -99,7 +99,8 @@ def test_changed_data_under_the_same_name_is_noticed(describe, tmp_path, kind):
 def test_large_file_is_identified_by_its_size_and_pieces(tmp_path):
     ids = np.arange(_DIGEST_BYTES, dtype=np.uint16)  # the file has twice as many bytes as the digest reads
     digests = set()
-    # the digest reads pieces of the file; the middle of the ids lies at the end of a piece
+    # The digest reads pieces of the file. The middle of the ids lies between two pieces, so the change around it must
+    # be wide enough to reach the pieces.
     for at in (None, 0, _DIGEST_BYTES // 2, _DIGEST_BYTES - 1):
         changed = ids.copy()
         if at is not None:

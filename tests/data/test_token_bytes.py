@@ -1,6 +1,6 @@
 """Test the byte counts of single tokens.
 
-They add up to the bytes of the document's text, however it is cut into samples.
+The counts of a document's tokens add up to the bytes of its text, however samples cut the document.
 """
 
 import io

@@ -197,7 +197,7 @@ class World:
             block, column, step, stop = group.cell
             group.cell = [block, column, step + 1, stop] if step + 1 < stop else None
             if group.cells and group.cells[-1][:2] == [block, column] and group.cells[-1][3] == step:
-                group.cells[-1][3] += 1  # also if the steps before were leased as another cell
+                group.cells[-1][3] += 1  # as `ElasticLoop._count_step`, even across two leased cells
             else:
                 group.cells.append([block, column, step, step + 1])
             group.steps += 1
@@ -443,7 +443,7 @@ def test_group_to_which_no_other_can_connect_is_out_and_reads_why():
     world = world_with_contributions(3, publish=[0, 1])
     world.groups[1].unreached = {"g0"}
     world.wait(35)
-    assert len(world.rounds.members) == 3  # g2 may still fetch from g0, and pass the message on
+    assert len(world.rounds.members) == 3  # g2 may still fetch g0's message, and serve it to g1
     world.groups[2].unreached = {"g0"}
     world.wait(1)
     assert world.rounds.members == {"g1", "g2"}
@@ -499,7 +499,10 @@ def test_version_whose_holders_died_during_the_grace_is_not_committed():
 
 
 def test_contribution_may_join_the_steps_of_two_leases():
-    """A loop joins successive steps, also if the first ones were leased alone because another group had lost them."""
+    """A group publishes successive steps as one cell, even if the coordinator has leased them as two cells.
+
+    Here the first two steps are a separate cell, because group a had published them before it was lost.
+    """
 
     def published(group: str, cells: list[list[int]]) -> dict[str, Any]:
         return {"publish": {"cid": group, "group": group, "steps": sum(c[3] - c[2] for c in cells), "cells": cells}}

@@ -86,7 +86,8 @@ class Training:
         """Return the unsharded weights by parameter name.
 
         In torch 2.11, FSDP2's `reshard` leaves a unit of several modules unsharded if one of them was not called in the
-        last forward. This happens in TRL, which computes logits without calling `lm_head`, so plain tensors may occur.
+        last forward. This happens in TRL, which computes logits without calling `lm_head`. So some weights may be plain
+        tensors instead of DTensors.
         """
         self.reshard()
         weights = {name: p.detach() for name, p in self.model.named_parameters()}

@@ -162,7 +162,7 @@ def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute)
 def test_adapters_on_experts_train_as_in_one_process(loads, world, layout, recompute):
     """Train adapters on experts, and compare with one process. fp32 sums in another order differ by up to 1e-5.
 
-    Each of the matrices of a layer's experts has one adapter matrix A and one B.
+    The trained parameters are A and B of q_proj and of the three matrices of the experts, for all experts together.
     """
     model, expected = (
         dataclasses.replace(MIXTURE, **recompute),
