@@ -323,10 +323,10 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
             self._aside = self.unit.swap_gradients([None] * len(self.unit.parameters))
 
     def end(self) -> None:
-        """Put back the earlier `.grad`s if gradients wait, otherwise restore missing gradients to None.
+        """Put back the earlier `.grad`s if gradients wait; otherwise set `.grad` to None where no rank had a gradient.
 
         `post_backward` calls this method after FSDP2's own function, which has set `.grad`. If a sum over ranks is
-        added to `.grad` later, `finished` restores missing gradients at that time.
+        added to `.grad` later, `finished` sets `.grad` to None at that time.
         """
         is_late = self._late is not None
         super().end()
@@ -514,8 +514,8 @@ class _Hop:
         indices: indices of the P parameters whose gradients are reduced.
         used: [P] uint8: 1 if this rank has a gradient of the parameter.
     Attributes:
-        node_flags: [N, P] uint8 flags for the flat shards of N nodes: 1 if any rank of this node had a gradient. The
-            intra-node hop sets them.
+        node_flags: [N, P] uint8 flags, a row for the flat shard of each of N nodes: 1 if any rank of this node had a
+            gradient of the parameter. The intra-node hop sets them.
         flags: list to which the cross-node hop appends flags [P]: 1 if any rank of the job had a gradient.
     """
 

@@ -85,7 +85,7 @@ class WatchedGather(ProgramGather):
         return self.secondary.sends_differences or len(set(self._trained)) > 1
 
     def before_step(self, held: Collection[int] | None = None) -> None:
-        """Prepare for an optimizer step: if the program has written to the weights, the next use sends whole weights.
+        """Detect writes to the weights before an optimizer step; after a write, the next use sends whole weights.
 
         See `TwoHopGather.before_step`.
 

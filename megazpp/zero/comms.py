@@ -83,10 +83,11 @@ class CommContext:
         plan: collectives that replace FSDP2's, with their message formats.
         zero: flags of ZeRO and ZeRO++.
         precision: compute and reduction dtypes, in which elements without quantization are sent.
-        codec: constructor of a unit's codec, from the layout of its messages and the dtype of unquantized elements.
-        lossless_codec: constructor of a unit's codec of lossless deltas, from the number of elements of its flat shard.
+        codec: function that creates a unit's codec from its messages' layout and the dtype of unquantized elements.
+        lossless_codec: function that creates a unit's codec of lossless deltas from the size of the unit's flat shard.
     Attributes:
-        overlap_gather, overlap_reduce: True if gathers and reductions overlap with the compute.
+        overlap_gather: True if gathers of weights overlap with the compute.
+        overlap_reduce: True if reductions of gradients overlap with the compute.
         cross_queue, local_queue, shard_queue: communication queues of the three axes.
         gather_schedule, reduce_schedule: schedules that decide when each hop of a unit runs.
     """

@@ -198,7 +198,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             self._after_step = self.unit.fingerprint()
 
     def next_crossing(self) -> InterNodeMessage:
-        """Return what the unit's next use sends between nodes: nothing, a weight delta or a keyframe.
+        """Return the kind of message that the unit's next use sends between nodes: none, a weight delta or a keyframe.
 
         Call this method while the unit is sharded.
         """
@@ -510,7 +510,7 @@ class Resident(Secondary):
     `take_in` runs in the communication queue of the cross axis.
 
     Args:
-        codec: codec that packs whole weights without quantization; R is a view of its messages.
+        codec: codec that packs whole weights without quantization; R is a view of the messages of this codec.
         cross: axis across nodes.
         of: name of the unit, for the timeline of collectives.
         differences: codec that packs weight deltas into the messages that cross nodes.

@@ -56,7 +56,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
         layout: numbers of data ranks inside a node, across nodes, and over replicas.
         param_dtype: dtype in which weights are gathered and layers compute.
         lossless: format that --zero-weight-delta auto has chosen for weights that cross nodes: True for lossless
-            deltas, False for int8 blocks. It is ignored if this flag is not auto.
+            deltas, False for int8 blocks. It is ignored if --zero-weight-delta is not auto.
     Raises:
         ValueError: the flags contradict each other or the layout; the message names the flags and their values.
     """

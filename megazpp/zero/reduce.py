@@ -186,7 +186,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
 class CountedReduce(SummingReduce):
     """The reduce-scatter of a unit's gradients in one hop over the shard axis, like FSDP2's own.
 
-    The bytes that it sends are counted.
+    The traffic counter counts the bytes that this reduce-scatter sends.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:

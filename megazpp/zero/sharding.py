@@ -98,7 +98,10 @@ class DeviceStates:
         model.to_empty(device=device)
 
     def begin_step(self) -> None:
-        """Do nothing; a subclass prepares its memory for the next training step. `Sharding.begin_step` calls this."""
+        """Do nothing; a subclass marks the gradients of the last training step as outdated here.
+
+        `Sharding.begin_step` calls this method at the start of each training step.
+        """
 
     def norms(self, tp: MeshAxis) -> dict[str, torch.Tensor] | None:
         """Complete the step's gradients, and return the L2 norm of this rank's shard of each gradient.
@@ -207,8 +210,8 @@ class Sharding:
     def rescale_feedback(self, factor: torch.Tensor | float) -> None:
         """Multiply the error feedback of all units, the stored quantization errors of gradients, by `factor`.
 
-        `end_step` calls this method in each training step. The caller of this method passes a factor if the loss scale
-        changes outside a step, as when a checkpoint is loaded.
+        `end_step` calls this method in each training step. Other code calls this method if the loss scale changes
+        outside of a step, for example when a checkpoint is loaded.
         """
         rescale_([errors for reduce in self._reduces if (errors := reduce.kept_errors) is not None], factor)
 
@@ -226,7 +229,8 @@ class Sharding:
     def reshard(self) -> None:
         """Free the gathered parameters of all units, so that the next forward gathers them again.
 
-        Call this method after an evaluation: FSDP2 frees gathered parameters only after a backward in stages 0 to 2.
+        Call this method after an evaluation, which has no backward. In stages 0 to 2, FSDP2 frees gathered parameters
+        only after a backward.
         """
         for module, _ in self._modules:
             module.reshard()
@@ -299,7 +303,7 @@ class Sharding:
 
         The dict is empty unless weights cross nodes as lossless deltas. Then it has the entry `weights_left_out`: the
         number of changed weights for which messages had no room, summed over the ranks of this rank's cross axis (one
-        rank per node). The next call includes the last step's number, which has not reached the host yet.
+        rank per node). The number of the last step has not reached the host yet, so the next call includes it.
         """
         if not self.residents:
             return {}
@@ -311,8 +315,8 @@ class Sharding:
         """Return ZeRO++'s tensors that differ on each rank, by name, for the checkpoint code to save and load.
 
         They are the error feedback of this rank's gradients, and the sizes of its last lossless deltas. Loading a
-        checkpoint overwrites these tensors in place. If the run's layout of ranks has changed since, they start from
-        zeros.
+        checkpoint overwrites these tensors in place. If the layout of ranks has changed since the checkpoint was saved,
+        the tensors start from zeros.
         """
         sizes = {f"{gather.unit.key}.recent": gather.lossless().recent for gather in self.residents}
         return sizes | self.feedback_state()
