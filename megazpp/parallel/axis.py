@@ -150,21 +150,21 @@ class MeshAxis:
         return self._queue
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` in place over the axis and return it."""
+        """Sum `x` in place over the ranks of the axis, and return `x`."""
         if torch.compiler.is_compiling() and self.size > 1:
             _all_reduce_operator(x, self.key)
             return x
         return self._all_reduce_(x, dist.ReduceOp.SUM)
 
     def max_(self, x: torch.Tensor) -> torch.Tensor:
-        """Replace `x` in place by its elementwise maximum over the axis and return it."""
+        """Replace `x` in place by its elementwise maximum over the ranks of the axis, and return `x`."""
         return self._all_reduce_(x, dist.ReduceOp.MAX)
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
         """Gather the tensor `x`, [n, ...], of every rank of the axis, and return [size * n, ...] in axis order.
 
         Args:
-            x: this rank's tensor; it has the same shape on all ranks.
+            x: this rank's tensor of n rows; it has the same shape on all ranks.
             out: optional [size * n, ...] buffer for the result. `x` may be this rank's slice of `out`.
             of: name of the gathered tensor in the timeline, for instance the name of a layer.
         """
@@ -184,7 +184,7 @@ class MeshAxis:
         """Sum `x`, [size * n, ...] on each rank, over the axis, and return this rank's slice of the sum, [n, ...].
 
         Args:
-            x: this rank's contribution to the slices of all ranks, in axis order.
+            x: this rank's contribution to the slices of all ranks, in axis order, n rows each.
             out: optional [n, ...] buffer for the result.
             of: name of the reduced tensor in the timeline.
         """

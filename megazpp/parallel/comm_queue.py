@@ -55,7 +55,7 @@ class Work(Generic[T]):
     def join(self) -> T:
         """Wait for the task like `wait`, but do not record a "wait" span in the timeline.
 
-        Queue tasks that depend on tasks of another queue use it, because only blocked compute counts as waiting.
+        Queue tasks that depend on tasks of another queue call `join`, because only blocked compute counts as waiting.
         """
         return self._result
 

@@ -385,7 +385,7 @@ def can_order_groups() -> bool:
 def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
     """Return NCCL's options (`pg_options`) for one process group of `axis`; None with gloo and for an axis of one rank.
 
-    The process group keeps and modifies the object, so each group needs a separate object.
+    The process group keeps and modifies the options object, so each group needs a separate object.
 
     Args:
         axis: name of an axis of the layout, which decides about stream priority and number of channels.
@@ -428,9 +428,9 @@ def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
     Otherwise the other ranks would wait for ever, in their next collective, for the rank that has failed.
 
     Raises:
-        ValueError: on all ranks, if `work` raised a ValueError or an OSError on any rank. Its text has each different
-            message once, with the hosts where it occurred if it did not occur on all of them. If `work` raised a
-            DamagedError on each rank where it failed, the error is a DamagedError.
+        ValueError: on all ranks, if `work` raised a ValueError or an OSError on any rank. The error's text has each
+            different message once, with the hosts where it occurred if it did not occur on all hosts. If `work` raised
+            a DamagedError on each rank where it failed, the error is a DamagedError.
     """
     result: T | None = None
     failure: tuple[type[ValueError], str] | None = None

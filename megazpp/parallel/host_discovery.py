@@ -206,7 +206,9 @@ def describe_gpu(device: torch.device) -> tuple[Gpu, str]:
 
 
 def query_gpu(nvml: Any, uuid: str, name: str) -> Gpu:
-    """Query NVML for the PCI address, the NVLink peers and the NVLink fabric of a GPU. Fields stay empty if unknown.
+    """Query NVML for the PCI address, the NVLink peers and the NVLink fabric of a GPU, and return its description.
+
+    Fields of the description stay empty if NVML does not know their values.
 
     Args:
         nvml: the module pynvml; tests pass a substitute.

@@ -55,8 +55,9 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
         dims: mesh axes of the job.
         device: device on which the messages are allocated.
     Returns:
-        The cluster's known links, of which measured links replace those of the same kind, and a log line for each
-        measured axis. If two axes use the same kind of link, the slower of the two measurements counts.
+        Two results. The first one is the cluster's known links, in which measured links replace links of the same kind.
+        If two axes use the same kind of link, the slower of the two measurements counts. The second one is a list with
+        a log line for each measured axis.
     """
     layout, found, lines = dims.layout, dict[LinkKind, Link](), []
     with dims.counter.paused():
@@ -119,7 +120,7 @@ def _time_all_gather(axis: MeshAxis, world: MeshAxis, bytes_per_rank: int, devic
 def measure_device(
     dims: ParallelDims, device: torch.device, dtype: torch.dtype, *, tokens: int, hidden: int, lr: float, name: str
 ) -> Device:
-    """Measure the devices of all ranks, and return this rank's device with the slowest rank's speed.
+    """Measure the speed of all ranks' devices, and return the `Device` of this rank with the slowest rank's speed.
 
     All ranks call this. The traffic counter ignores the messages of the measurement.
 
