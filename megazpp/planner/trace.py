@@ -663,10 +663,10 @@ class _Fused(torch.autograd.Function):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return all tensors in nested lists, tuples and dicts."""
+    """Return all tensors of a value that may consist of nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:
-    """Return the total bytes of all tensors."""
+    """Return the bytes of all given tensors together."""
     return sum(tensor.nbytes for tensor in tensors)
