@@ -65,7 +65,7 @@ SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 
 
 def collect() -> dict[str, Section]:
-    """Return the report: sections by title, each with values by name."""
+    """Return the report about this host: its sections by title, each a dict of texts by name."""
     parts = {"versions": versions, "devices": devices, "back ends": back_ends}
     report = dict[str, Section]()
     for name, part in (parts | {"environment": environment, "missing": missing}).items():
@@ -78,7 +78,7 @@ def collect() -> dict[str, Section]:
 
 @program
 def main(argv: list[str]) -> None:
-    """Print the report."""
+    """Print the report about this host, as text or JSON; only rank 0 of several ranks prints."""
     parser = flags_of(__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     args = parser.parse_args(argv)

@@ -75,7 +75,7 @@ SAMPLES = 8  # samples per forward pass if neither the flags nor the checkpoint 
 
 @distributed_program
 def main(argv: list[str]) -> int:
-    """Load the checkpoint on all ranks and score the data. Return the exit code."""
+    """Load the checkpoint on all ranks, compute the model's loss on the data, and return the exit code."""
     return run_on_checkpoint(parse(argv), run, main=main, check=check)
 
 
@@ -90,7 +90,7 @@ def check(config: RunConfig, extra: EvaluateConfig) -> None:
 
 
 def run(loaded: Loaded) -> None:
-    """Score the data with the loaded model, and print the result on rank 0."""
+    """Compute the loaded model's loss on the data, and print perplexity and bits per byte on rank 0."""
     config, path = loaded.config, loaded.extra.input
     if path is None:
         scores = score_held_out(loaded)

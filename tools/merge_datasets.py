@@ -46,7 +46,7 @@ class MergeConfig(Config):
 
 @program_of(MergeConfig)
 def main(config: MergeConfig) -> None:
-    """Merge the pairs and print the prefix of the result."""
+    """Merge the given .bin/.idx pairs, and print the prefix of the merged pair."""
     # Check all inputs before anything is written.
     if config.output_prefix is None:
         raise ValueError("--output-prefix is missing; give the prefix of the merged pair")

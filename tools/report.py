@@ -28,7 +28,7 @@ from megazpp.report.runs import read_runs
 
 @program
 def main(argv: list[str]) -> None:
-    """Write the report and print its path."""
+    """Write the HTML report on the given runs, and print its path."""
     parser = flags_of(__doc__)
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run folder")
     parser.add_argument(

@@ -78,7 +78,7 @@ class TrainTokenizerConfig(Config):
 
 @program_of(TrainTokenizerConfig)
 def main(config: TrainTokenizerConfig) -> None:
-    """Train the tokenizer and print its path."""
+    """Train the SentencePiece tokenizer on the input files, and print the path of its file."""
     if not config.input:
         raise ValueError("--input is missing; give the files to train on")
     if config.output_prefix is None:

@@ -131,7 +131,7 @@ class Results:
         return [name for name in variants if name not in have]
 
     def write(self) -> None:
-        """Write all samples to the file."""
+        """Write the samples, the shape and the number of parameters to the JSON file."""
         samples = [sample._asdict() for sample in self.samples]
         content = {"shape": self.shape, "parameters": self.parameters, "samples": samples}
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -382,7 +382,7 @@ def _bytes_table(samples: Sequence[Sample], names: list[str], parameters: int) -
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
+    """Return the lines of a Markdown table, from the cells of its header and of its other rows."""
     return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
 
 

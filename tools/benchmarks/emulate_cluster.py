@@ -95,7 +95,7 @@ class RankProcesses(Workers):
         return self.start({**place, "OMP_NUM_THREADS": "1"})
 
     def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start one rank of a node with the environment `env`."""
+        """Start the process of one rank on an emulated node, with the environment variables `env`."""
         if rank:
             self._errors.append(tempfile.TemporaryFile())  # noqa: SIM115  (it must live as long as the rank)
         return subprocess.Popen(
@@ -272,7 +272,7 @@ class EmulatedCluster:
         return ("nsenter", "--net", "--mount", "--uts", f"--wd={os.getcwd()}", "--target", target)
 
     def run(self, namespace: int, script: str) -> str:
-        """Run a shell script in a namespace and return its output."""
+        """Run a shell script in a namespace, as numbered by `inside`, and return its stdout; UserError if it fails."""
         done = subprocess.run([*self.inside(namespace), "sh", "-c", script], capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"`{script}` failed: {done.stderr.strip()}")

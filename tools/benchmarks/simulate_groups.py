@@ -157,7 +157,7 @@ class Groups:
 
 
 def compare(title: str, variants: dict[str, Variant], dims: ParallelDims, seeds: Iterable[int]) -> None:
-    """Train every variant with every seed, and print one line per variant."""
+    """Train every variant with every seed, and print each variant's losses and their mean difference from the first."""
     say(title)
     found: dict[str, list[float]] = {}
     for name, variant in variants.items():
@@ -181,7 +181,7 @@ def compare_late(dims: ParallelDims, seeds: Sequence[int]) -> None:
 
 
 def compare_muon(dims: ParallelDims, seeds: Sequence[int]) -> None:
-    """Compare Muon and AdamW as DiLoCo's inner optimizer."""
+    """Compare Muon and AdamW as DiLoCo's inner optimizer, for 1, 2 and 4 groups and intervals H of 10, 30 and 100."""
     rates = {"adam": 3e-3, "muon": 1.2e-2}
     for steps in (10, 30, 100):
         for optimizer, lr in rates.items():
