@@ -433,7 +433,7 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write or drop `text`, and return its number of characters."""
+        """Write `text` to the stream, or drop it if nobody can read the stream; return its number of characters."""
         with self._dropping():
             self.stream.write(text)
         return len(text)

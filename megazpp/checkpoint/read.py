@@ -461,11 +461,12 @@ def first_sound(
     """Try checkpoints until one is undamaged; return its iteration and the result of `work` for it.
 
     Args:
-        source: choice with the folder of the checkpoints.
+        source: folder and iteration of the checkpoint to load, as --load and --ckpt-step choose them.
         candidates: iterations of the checkpoints to try, in this order; see `LoadSource.candidates`.
         work: function that checks or reads the checkpoint of an iteration. It raises DamagedError if the checkpoint is
             damaged. If several ranks call it together, either all of them return or all of them raise.
-        say: function that prints a warning about each damaged checkpoint, if --load-fallback is set.
+        say: function that prints a warning about each damaged checkpoint. It is called only with --load-fallback;
+            without this flag, `candidates` has one iteration.
     Raises:
         DamagedError: all checkpoints are damaged, or `candidates` is empty.
     """

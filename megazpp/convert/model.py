@@ -227,9 +227,10 @@ def named_pieces(
     layers: str,
     is_transposed: bool = False,
 ) -> dict[str, ForeignTensors]:
-    """Return, by the name of each tensor of `GPTModel`, the corresponding tensors of a Hugging Face model.
+    """Describe from which tensors of a Hugging Face model each tensor of `GPTModel` is made, and how.
 
-    The names of tensors follow from the given names of modules.
+    The result has a `ForeignTensors` for the name of each tensor of `GPTModel`: names in the Hugging Face model, and
+    functions that convert in both directions. The name of a tensor is the name of its module with ".weight" or ".bias".
 
     Args:
         config: architecture of the model.

@@ -257,9 +257,10 @@ class NodeSums(NamedTuple):
 
 
 class RestoringReduce(ProgramReduce, TwoHopReduce):
-    """The reduce-scatter of a unit's gradients in two hops, in a model of `megazpp.zeropp`.
+    """The reduce-scatter of a unit's gradients in two hops, in a model that `megazpp.zeropp` has changed.
 
-    Afterwards `.grad` is as in plain FSDP2. Inside `Handle.accumulate`, partial sums of gradients wait in the node.
+    After a backward, `.grad` has the same shards and dtype as in plain FSDP2, and adds up over backwards in the same
+    way. Inside `Handle.accumulate`, each node instead keeps partial sums of gradients until the cross-node hop.
     Two kinds of parameters without a gradient contribute zeros: trained parameters of a unit that was used, and
     parameters whose partial sums wait.
 

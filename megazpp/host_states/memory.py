@@ -410,11 +410,13 @@ class HostShard:
     # ---- optimizer update ------------------------------------------------------------------------------------------
 
     def update(self, apply: Callable[[Staged], None]) -> None:
-        """Queue an optimizer update of the unit's trained parameters.
+        """Queue an optimizer update of the unit's trained parameters, whose states are in host memory.
+
+        The queued work copies weights, gradients and moments to the device, calls `apply`, and copies weights and
+        moments back. On CUDA it runs on a separate stream.
 
         Args:
-            apply: function that updates the uploaded weights and moments in place. A queue calls it, on CUDA on a
-                separate stream.
+            apply: function that updates the copies of weights and moments on the device in place.
         """
 
         def run(slot: torch.Tensor) -> None:

@@ -45,10 +45,11 @@ class Lora(Feature):
 
 
 def adapter_opener(sections: Sequence[Any]) -> AdapterOpener:
-    """Return the opener of checkpoints with adapters.
+    """Return an object that opens checkpoints with or without adapters for reading, and adds adapters to their base.
 
     Args:
-        sections: configs of the program's features; the value of --lora-base is taken from them if they have it.
+        sections: configs of the program's features. If the program has the flag --lora-base, one of them has its value,
+            the folder in which the opener looks first for the base of a checkpoint.
     """
     from megazpp.lora.weights import AdapterOpener
 

@@ -65,7 +65,11 @@ def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype:
 
 
 def find_document_kernel(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> DocumentKernel | None:
-    """Return the kernel for attention inside documents or a window on `device`; None if attention needs a mask."""
+    """Return the kernel with which `device` computes attention inside documents or inside a sliding window.
+
+    Returns None if this kernel does not support the device, the dtype or the model. The caller then passes attention
+    masks to torch's general kernel.
+    """
     return None if mask_reason(config, capability=capability(device), dtype=dtype) else variable_length
 
 

@@ -219,7 +219,10 @@ class StreamedUnits:
             matrix.parts = None
 
     def _start(self, index: int) -> None:
-        """Start to fetch the unit `index`, and on a CPU also to gather the messages of all ranks that share it."""
+        """Start to fetch this rank's part of the unit `index` from host memory or disk.
+
+        On a CPU also start the all-gather of the parts of all ranks among which the unit is divided.
+        """
         fetched = self._fetch(index)
         # On CUDA the queue is a stream, and starting an all-gather would block the host here until the message has
         # arrived. So the all-gather starts when the unit is used.

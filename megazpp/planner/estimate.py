@@ -440,11 +440,12 @@ def _compiles(config: RunConfig, device: Device | None, device_type: str, *, on_
 
 
 def _of_node(table: TrafficTable, layout: Layout) -> int:
-    """Return the bytes that all ranks of a node send to other nodes, estimated from the traffic table of rank 0.
+    """Return the bytes per step that all ranks of a node send to other nodes, estimated from rank 0's traffic table.
 
     On each axis rank 0 sends at least as many bytes as any other rank. So the bytes of rank 0 are multiplied by the
-    number of the node's ranks that have a network link on the axis. In an all-to-all, all ranks send a part of their
-    bytes over the network. Copies between device and host memory do not count.
+    number of the node's ranks that have a network link on the axis. In an all-to-all, every rank of the node sends to
+    other nodes, so the factor is the number of its ranks, times the fraction of the bytes that crosses the network.
+    Copies between device and host memory do not count.
     """
     cluster, sent = layout.cluster, Counter[tuple[str, bool]]()
     for (wire, axis, collective), traffic in table.items():

@@ -147,7 +147,10 @@ def thin(values: np.ndarray, max_points: int) -> np.ndarray:
 
 
 def _curve(rows: Sequence[Row], key: str, at: np.ndarray, max_points: int, factor: float = 1.0) -> list[Segment]:
-    """Downsample one curve of a run, and return its segments.
+    """Downsample one curve of a run, and return its segments, which the chart draws as separate lines.
+
+    A new segment begins where the steps do not rise, because the run has resumed an earlier checkpoint. A segment is a
+    list of columns: steps, tokens, seconds, bytes and values of its points.
 
     Args:
         rows: rows of a .jsonl file.

@@ -229,7 +229,9 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             if messages is None:
                 messages = self.secondary.allocate(input_tensor.device)
             starts_early = self._keep and (self._schedule.overlap or self.secondary.sends_differences)
-            if starts_early and not self._compared:  # check once that `start_early` can read shards like FSDP2
+            # `start_early` reads the shard without FSDP2. Before its first use, check that it would read the values
+            # that FSDP2 passes to the all-gather.
+            if starts_early and not self._compared:
                 self.unit.check_shard_reader(input_tensor)
                 self._compared = True
             self._start_cross_hop(crossing, messages, self.unit.input_reader(input_tensor))

@@ -44,7 +44,11 @@ def workers() -> Iterator[Callable[[int], Ranks]]:
 
 @pytest.mark.parametrize(("framework", "scenario"), [*cases()])
 def test_framework_training_matches_plain_fsdp2(framework, scenario, workers):
-    """Results are bit-identical on two nodes of one rank, except in the plain loop, which sums in another order."""
+    """Train with a framework or a plain PyTorch loop, with and without `megazpp.zeropp`, and compare the results.
+
+    On two nodes of one rank each, losses and weights are bit-identical, except in the plain loop, which sums in
+    another order.
+    """
     if not is_installed(framework):
         pytest.skip(f"{framework} is not installed, or not for torch {torch.__version__}")
     for size in (2, 4) if framework == "own loop" else (2,):

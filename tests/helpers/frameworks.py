@@ -545,7 +545,7 @@ def train_by(trainer_class: Any, config_class: Any, scenario: Scenario, connect:
 
 
 def trainer(scenario: Scenario, connect: Connect) -> Training:
-    """Train a small Llama with transformers' Trainer on random tokens, and return the training."""
+    """Train a small Llama with transformers' Trainer on random tokens, and return its losses and model."""
     from transformers import Trainer, TrainingArguments
 
     samples = torch.randint(128, (40, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -556,7 +556,7 @@ def trainer(scenario: Scenario, connect: Connect) -> Training:
 
 
 def trl_sft(scenario: Scenario, connect: Connect) -> Training:
-    """Train a small Llama with TRL's SFTTrainer on texts about sums, and return the training."""
+    """Train a small Llama with TRL's SFTTrainer on texts about sums, and return its losses and model."""
     from trl import SFTConfig, SFTTrainer
 
     data = texts(prompt="{} plus 1 is", completion=" {1}")

@@ -84,8 +84,8 @@ def test_skipped_steps_and_evaluations_are_bit_identical_and_copies_are_counted(
         copied = offloaded.pop("copied")
         assert plain.pop("copied") == {}
         assert offloaded == plain
-        # Per step, a rank copies gradients to the host, four states to the device and three back. It copies weights to
-        # the device for the first use and after each step
+        # Per step, a rank copies gradients to the host, then weights, gradients and both moments to the device, then
+        # weights and moments back. It copies weights to the device for their first use and after each step as well.
         element, steps = 4 * offloaded["elements"], 3
         assert copied == {"upload": (4 * steps + 1 + steps) * element, "download": (1 + 3) * steps * element}
 

@@ -59,9 +59,10 @@ def test_int8_divides_the_largest_magnitude_into_127_steps():
 
 
 def test_int4_scale_lets_values_exceed_the_integers_by_under_half_a_step():
-    """Check the int4 scale: the largest value may exceed the integers by less than half a step, without clipping.
+    """Check the int4 scale: the largest quotient value / scale may leave -8..7 by less than half, so it is not clipped.
 
-    The lower nibbles of a block's bytes hold the first half of the block, the upper nibbles the second half.
+    The expected bytes follow from the order of nibbles: the lower nibbles of a block's bytes hold the first half of the
+    block, the upper nibbles the second half.
     """
     x = torch.zeros(32)
     x[0], x[1], x[16], x[17] = -8.4375, 3.0, 7.0, -1.0

@@ -242,7 +242,8 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
     gc.unfreeze()
     assert dims.counter.sent_bytes("cross") == 0
     assert (dims.counter.sent_bytes("local") > 0) == (dims.local.size > 1)
-    # beside the generation: one pass for the losses, and one of two layers fetched ahead for a pass that never came
+    # Besides generation, the losses needed one pass over all layers. Afterwards the reader has fetched one of the two
+    # layers ahead, for a pass that never came.
     if on_disk:
         fetched = sum(units.plan.streamed[index].num_bytes for (_, index), _ in fetch.call_args_list)
         assert fetched == (passes + 1 + 0.5 * (config.prefetch_layers > 0)) * units.plan.pass_bytes

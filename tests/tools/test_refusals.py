@@ -100,7 +100,8 @@ benchmark_cluster --nodes 1 --variants zero3 diloco-10 | --diloco-steps 10 requi
 def make_bad_input(ours: Path) -> None:
     """Write the bad input files that `REFUSED` names into the current folder.
 
-    `ours` is a good checkpoint, to which a link leads.
+    `ours` is a good checkpoint. The folder gets a link to it, because commands of `REFUSED` load a good checkpoint and
+    have another bad flag.
     """
     files = {"junk": b"\xff\xfe", "empty.jsonl": b"", "blank": b"\n\n", "there.model": b"mine", "half/x.bin": b"1"}
     files |= {f"junk{suffix}": b"\xff\xfe junk" for suffix in (".jsonl", ".bin", ".idx")}

@@ -18,7 +18,7 @@ from zero.test_schedule import ALL, BF16, LOSSLESS, ON, train_while_skipping
 
 from megazpp.diloco.config import DilocoConfig
 from megazpp.parallel import comm_queue
-from megazpp.zero import schedule
+from megazpp.zero import comms
 from megazpp.zero.config import ZeroConfig
 
 LOCAL_STEPS = DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1, diloco_outer_momentum=0.9)
@@ -34,7 +34,7 @@ BREAKAGES: dict[str, tuple[Any, str, Any]] = {
     "waiting for a work does not wait": (comm_queue._StreamWork, "join", lambda work: work._result),
     "a queue does not wait for its caller": (comm_queue.StreamQueue, "submit", submit_without_waiting),
     "nothing is recorded": (torch.Tensor, "record_stream", lambda tensor, stream: None),
-    "gradients are freed before they are sent": (schedule.ReduceSchedule, "sent", lambda self, work: None),
+    "gradients are freed before they are sent": (comms.ReduceSchedule, "sent", lambda self, work: None),
 }
 
 
