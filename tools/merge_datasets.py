@@ -84,7 +84,7 @@ def main(config: MergeConfig) -> None:
 def _find_pairs(values: Sequence[str]) -> list[Path]:
     """Return the .bin/.idx pairs that --input names, each as its path without suffix.
 
-    A value of --input is such a path, or a folder. A folder stands for all pairs in it.
+    A value of --input is such a path, or a folder. A folder means all pairs in it.
     """
     prefixes: list[Path] = []
     for value in values:

@@ -109,7 +109,7 @@ def _softmax(x):
 
 @triton.jit
 def _sigmoid(x):
-    """Return the elementwise sigmoid; 0 for the logit -inf, which stands for an expert that does not exist."""
+    """Return the elementwise sigmoid; 0 for the logit -inf, which marks an expert that does not exist."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 

@@ -88,7 +88,7 @@ def _load(new, old, size, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.con
 def _parameters(c, exponent):
     """Return the Rice parameters k, 0 to 15, of weights with these exponents in a block with the exponent `c`.
 
-    A lossless delta stores the low k bits of a weight's change as they are, and the rest in unary.
+    A lossless delta stores the low k bits of a weight's change unchanged, and the rest in unary.
     """
     return tl.minimum(tl.maximum(c - exponent, 0), 15)
 

@@ -349,7 +349,7 @@ def errors_as(
     Args:
         message: description of the failed action, with the flag or the file.
         kinds: type or types of the errors to convert.
-        remedy: what the user has to do; "" for a message that needs no remedy.
+        remedy: action for the user; "" for a message that needs no remedy.
         into: type of the new error, ValueError or a subclass.
     """
     try:
@@ -415,7 +415,7 @@ class Problems:
 
 
 class Output:
-    """stdout or stderr, whose text is dropped once nobody can read it any more, so that work is not lost by a print.
+    """stdout or stderr, whose text is dropped once it has no reader any more, so that work is not lost by a print.
 
     A write fails with EIO after the terminal has been closed, and with EPIPE after the reader of a pipe has exited, for
     example when an ssh connection ends. The first failure redirects the stream to /dev/null.
@@ -433,7 +433,7 @@ class Output:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write `text` to the stream, or drop it if nobody can read the stream; return its number of characters."""
+        """Write `text` to the stream, or drop it if the stream has no reader; return its number of characters."""
         with self._dropping():
             self.stream.write(text)
         return len(text)
@@ -459,7 +459,7 @@ def lasting_output(lost: Callable[[], None] | None = None) -> Iterator[None]:
     """Make prints to stdout and stderr succeed during the block, even after the terminal has been closed.
 
     Args:
-        lost: function that is called once per stream that nobody can read any more. None: a closed pipe at stdout
+        lost: function that is called once per stream that has lost its reader. None: a closed pipe at stdout
             raises BrokenPipeError, so that `program | head` ends.
     """
     before = sys.stdout, sys.stderr

@@ -63,7 +63,7 @@ _GPT2_KEYS: Keys = {
 class Gpt2:
     """Hugging Face's family GPT-2, and the mapping of its models to GPTConfig and back.
 
-    The attributes and methods are the same as those of `Relative`.
+    The attributes and methods are the same as in `Relative`.
     """
 
     model_type, class_name, fused, predicts = "gpt2", "GPT2LMHeadModel", False, False

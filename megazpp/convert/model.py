@@ -262,7 +262,7 @@ def join_all(
     shapes: Mapping[str, tuple[int, ...]],
     where: str,
 ) -> dict[str, Deferred]:
-    """Return the tensors of `GPTModel`, each of which is joined from another format's tensors when it is read.
+    """Return the tensors of `GPTModel`, which are joined from another format's tensors when they are read.
 
     Args:
         pieces: for each tensor of `GPTModel`, the mapping to tensors of the other format.
@@ -289,7 +289,7 @@ def join_all(
 
 
 def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]) -> dict[str, Deferred]:
-    """Return the tensors of another format, each of which is cut out of a tensor of `GPTModel` when it is read.
+    """Return the tensors of another format, which are cut out of tensors of `GPTModel` when they are read.
 
     If the results are read in their order, each tensor of `GPTModel` is read only once.
 

@@ -156,7 +156,7 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         tokens: [B, S] int64 token ids, the inputs of the model.
-        labels: [B, S] int64 token ids, each of which follows the input at the same index.
+        labels: [B, S] int64 token ids; each id follows the input at the same index.
         loss_mask: [B, S] fp32, 1 where the loss of a label counts and 0 elsewhere.
         position_ids: [B, S] int64 positions of the inputs, in their sample or document.
         document_starts: [D + 1] int32 offsets of the documents in the B * S inputs, and B * S at the end. The first

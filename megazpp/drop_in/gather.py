@@ -65,7 +65,7 @@ class ProgramGather(TwoHopGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Pending | None:
-        """Gather the unit's weights. If the program has cast the parameters, first plan the unit's messages anew.
+        """Gather the unit's weights. If the program has cast the parameters, first plan the unit's messages again.
 
         See `TwoHopGather.__call__` for arguments and result.
         """

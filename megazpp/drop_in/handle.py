@@ -167,7 +167,7 @@ class Handle(Sharding):
         return bool(self._differing) or any(reduce.feeds_back for reduce in self._restoring)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save ZeRO++'s own state of this rank beside a program's checkpoint, so that a resumed run is bit-identical.
+        """Save ZeRO++'s own state of this rank next to a program's checkpoint, so that a resumed run is bit-identical.
 
         The state consists of the weights to which lossless deltas are added, and of the error feedback. Call this
         method on all ranks between steps, when the program saves the model. It writes one file per rank, named by the
@@ -190,7 +190,7 @@ class Handle(Sharding):
         beside.replace(path)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Load the state of ZeRO++ that `save` has written beside a program's checkpoint.
+        """Load the state of ZeRO++ that `save` has written next to a program's checkpoint.
 
         Call this method on all ranks, before or after the program loads the model's weights. The state takes effect in
         the next forward. A unit whose weights are not those at the time of `save` then sends whole weights. If the file

@@ -209,7 +209,7 @@ class UnusedParameters:
         # `begin` and `read_later` fill `_fresh`, `_used` and `_flags`. `restore_none` empties them once `.grad` is
         # final.
         self._fresh: set[int] = set()  # indices of the parameters whose `.grad` was None when a reduction began
-        # Indices of the parameters of which this rank has had a gradient since `.grad` was last None
+        # Indices of the parameters for which this rank has had a gradient since `.grad` was last None
         self._used: set[int] = set()
         self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # (indices, flags) of each `read_later` call
 
@@ -287,7 +287,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         # False from a cross-node hop until an optimizer step uses its result. If it is False, `begin` drops the error
         # feedback of gradients that the program has cleared.
         self._errors_settled = True
-        self._present: set[int] = set()  # indices of the parameters of which this rank has a gradient to reduce
+        self._present: set[int] = set()  # indices of the parameters for which this rank has a gradient to reduce
         # Cache of the tensors that `_flags_of` returns, by their values as a tuple of bools. Without the cache, each
         # backward would copy a tensor from the host to the device.
         self._used_flags: dict[tuple[bool, ...], torch.Tensor] = {}

@@ -66,7 +66,7 @@ class ProgramUnit(Unit):
     def gradient_divide_factor(self) -> float | None:
         """The divisor of gradient sums that `FSDPModule.set_gradient_divide_factor` has set.
 
-        None stands for the number of data ranks.
+        None means the number of data ranks.
         """
         return self._group.gradient_divide_factor
 

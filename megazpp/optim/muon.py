@@ -209,7 +209,7 @@ class Orthogonalizer:
 
         Args:
             block: rows of one matrix that are orthogonalized together.
-            shards: for each parameter, one shard per node in `nodes`: this rank's shard, or that of its peer there.
+            shards: for each parameter, one shard per node in `nodes`: this rank's shard, or its peer's shard there.
             nodes: indices of the nodes whose rows are orthogonalized together.
         """
         for node, shard in zip(nodes, shards[block.parameter], strict=True):
@@ -223,7 +223,7 @@ class Orthogonalizer:
 
         Args:
             block: block of rows of the matrix, which has the indices of the parameter and of the matrix.
-            node: node whose shard is meant: that of the rank with this rank's local and tensor-parallel index.
+            node: node whose shard is meant; its rank with this rank's local and tensor-parallel index holds the shard.
             device: device of the indices.
         """
         parameter = self.parameters[block.parameter]
@@ -308,9 +308,9 @@ class Orthogonalizer:
 
 
 class JointOrthogonalizer:
-    """Muon's orthogonalization of all matrices: one `Orthogonalizer` for dense matrices, and one for those of experts.
+    """Muon's orthogonalization of all matrices: one `Orthogonalizer` for dense matrices, one for experts.
 
-    The two differ in the axes over which their matrices are sharded. The methods are those of `Orthogonalizer`.
+    The two differ in the axes over which their matrices are sharded. The methods are the same as in `Orthogonalizer`.
 
     Args:
         parts: one or two orthogonalizers. An orthogonalizer that has no matrices is left out.
@@ -337,7 +337,7 @@ class JointOrthogonalizer:
         return max((part.buffer_bytes(iteration) for part in self._parts), default=0)
 
     def __call__(self, updates: Sequence[torch.Tensor], *, iteration: int) -> list[torch.Tensor]:
-        """Orthogonalize dense matrices, then those of experts; arguments and result are those of `Orthogonalizer`.
+        """Orthogonalize dense matrices, then experts' matrices; arguments and result are as in `Orthogonalizer`.
 
         `updates` has one entry per item of `parameters`.
         """

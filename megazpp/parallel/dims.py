@@ -181,7 +181,7 @@ class ParallelDims:
     def node(self) -> MeshAxis:
         """The axis tp x local, for Muon: the ranks of this node that share a model copy.
 
-        Their order is that of the local index, and then of the tp index.
+        They are ordered by the local index, and then by the tp index.
 
         Its process group is created on first use, so all ranks must make the first use together.
         """

@@ -21,7 +21,7 @@ from megazpp.base.program import EXIT_ERROR, ignored, leave
 class Fork:
     """A forked worker process, with those methods of `subprocess.Popen` that the launcher uses.
 
-    SIGINT stays blocked in the fork until `worker_process` unblocks it, as in workers that are started anew.
+    SIGINT stays blocked in the fork until `worker_process` unblocks it, as in workers that are new processes.
 
     Args:
         main: main function of the program, which returns its exit status.

@@ -26,7 +26,9 @@ class Objective(Protocol):
     """The loss of a run as `TrainStep` uses it. Every rank calls every method."""
 
     def begin_step(self, batches: Sequence[Any]) -> None:
-        """Compute what the loss needs from all micro-batches, for example its denominators, before the first forward.
+        """Compute the numbers that the loss needs from all micro-batches of a step, for example its denominators.
+
+        The training step calls this method before the first forward.
 
         `batches` are this rank's micro-batches of one global batch.
         """

@@ -115,7 +115,7 @@ class CommContext:
         self.reduce_schedule = ReduceSchedule(overlap=self.overlap_reduce, blocks_host=blocks_host)
 
     def over(self, cross: MeshAxis, local: MeshAxis, shard: MeshAxis) -> Self:
-        """Return a copy of this context for units that are sharded along other axes, such as those of experts.
+        """Return a copy of this context for units that are sharded along other axes, such as experts' units.
 
         The copy shares the schedules of this context, so that the hops of all units keep one order on every rank.
         The arguments are the axes of these units, as for the constructor.
@@ -207,7 +207,7 @@ class GatherSchedule:
         """Cancel the cross-node hops that have not started; call this method after an optimizer step.
 
         These hops would wait only for compute before the step, and could read weights that the step has not written
-        yet. The next use of a unit that sends weights between nodes plans the hops of all other units anew.
+        yet. The next use of a unit that sends weights between nodes plans the hops of all other units again.
         """
         self._stale.clear()
 

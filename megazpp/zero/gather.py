@@ -335,7 +335,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def lossless(self) -> LosslessCodec:
         """Wait for the last cross-node hop, and return the unit's codec of lossless deltas.
 
-        The codec's size counters then include those of the last delta.
+        The codec's size counters then include the sizes of the last delta.
         """
         differences = self.resident().differences
         assert isinstance(differences, LosslessCodec)
@@ -403,7 +403,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
         """Run the cross-node hop, the all-gather between nodes, which updates the secondary partition.
 
-        The communication queue of the cross axis calls this method; the arguments are those of `_start_cross_hop`.
+        The communication queue of the cross axis calls this method. It takes the arguments of `_start_cross_hop`.
         """
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
@@ -536,8 +536,7 @@ class Resident(Secondary):
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
         """Run the cross-node hop, which updates R, the resident weights of all nodes.
 
-        The arguments are those of `Secondary.take_in`. The hop sends whole weights if `keyframe`, otherwise weight
-        deltas.
+        It takes the arguments of `Secondary.take_in`. It sends whole weights if `keyframe`, otherwise weight deltas.
         """
         if keyframe:
             self.weights[self.cross.rank].copy_(shard)

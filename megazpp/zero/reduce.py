@@ -340,7 +340,7 @@ class TwoHopReduce(SummingReduce):
         across.unpack_sum(sent.unsqueeze(1), gradients[0, :1], accumulate=False)
 
     def _codecs_of(self, indices: tuple[int, ...]) -> tuple[Codec, Codec]:
-        """Return two codecs for messages of gradients: that of the intra-node hop, and that of the cross-node hop.
+        """Return two codecs for messages of gradients: one for the intra-node hop, and one for the cross-node hop.
 
         Args:
             indices: indices, in the unit, of the parameters whose gradients the messages carry.
