@@ -20,6 +20,10 @@ from hypothesis import settings
 gc.disable()
 # A background job of a shell ignores SIGINT. The programs that tests start would inherit this, and could not be tested
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # nohup ignores SIGHUP, and programs would inherit this, too. They do not inherit a handler of Python, which keeps
+    # pytest alive when the terminal is closed.
+    signal.signal(signal.SIGHUP, lambda *_: None)
 settings.register_profile("no deadline", deadline=None)  # a time limit per example would make tests fail on busy cores
 settings.load_profile("no deadline")
 
