@@ -589,7 +589,8 @@ class Rounds:
             late = (self.version - 1 - entry["base"]) // self.rules.fragments
             row = {name: entry[name] for name in ("group", "steps", "tokens")}
             groups.append(row | {"late": late, "waited": 0.0 if late else round(waited, 3)})
-            note = f" ({late} versions late)" if late else " (called early)" * (entry["steps"] < self.rules.interval)
+            early = " (called early)" if entry["steps"] < self.rules.interval else ""
+            note = f" (late by {late} outer step(s))" if late else early
             parts.append(f"{entry['group']} {entry['steps']} steps{note}")
         sent = {name: sum(r["sent_bytes"] for r in self.groups[name].reports.values()) for name in sorted(self.live)}
         row = {"version": self.version, "merged": merged, "returned": self._returned, "events": self._events}
