@@ -2,7 +2,9 @@
 
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from helpers.refusals import not_refused
@@ -57,6 +59,16 @@ def together(*all_hosts: Hosts) -> list[str]:
         return list(pool.map(outcome, all_hosts))
 
 
+@contextmanager
+def connected_pair() -> Iterator[tuple[Hosts, Hosts, ThreadPoolExecutor]]:
+    """Yield the launchers of two hosts that have found each other, and a pool of threads, one for each of them."""
+    port = free_port()
+    here, there = host(0, port), host(1, port)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Hosts.gather, (here, there)))
+        yield here, there, pool
+
+
 def test_hosts_find_each_other_and_say_which_ranks_they_have(capsys):
     port = free_port()
     settings = {"num_nodes": 3, "ranks_per_node": 2}
@@ -104,10 +116,7 @@ def test_second_host_with_the_same_node_rank_ends_alone():
 
 
 def test_reason_reaches_the_other_hosts_within_seconds():
-    port = free_port()
-    here, there = host(0, port), host(1, port)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(Hosts.gather, (here, there)))
+    with connected_pair() as (here, there, pool):
         started = time.monotonic()
         pool.submit(there.end, "rank 1 was killed by SIGKILL")
         wait_until(lambda: here.over is not None, 10)
@@ -118,11 +127,9 @@ def test_reason_reaches_the_other_hosts_within_seconds():
 
 def test_killed_host_ends_the_job_within_seconds_with_its_name(monkeypatch):
     """The kernel closes the connections of killed processes, so the second launcher's address disappears."""
-    port, connected = free_port(), {"127.0.0.1"}
+    connected = {"127.0.0.1"}
     monkeypatch.setattr(hosts, "connected_to", lambda port: connected)
-    here, there = host(0, port), host(1, port)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(Hosts.gather, (here, there)))
+    with connected_pair() as (here, there, _):
         time.sleep(3 * hosts.KILLED_SECONDS)
         assert here.over is None
         connected.clear()
@@ -136,11 +143,9 @@ def test_killed_host_ends_the_job_within_seconds_with_its_name(monkeypatch):
 
 
 def test_host_that_leaves_is_not_taken_for_killed(monkeypatch):
-    port, connected = free_port(), {"127.0.0.1"}
+    connected = {"127.0.0.1"}
     monkeypatch.setattr(hosts, "connected_to", lambda port: connected)
-    here, there = host(0, port), host(1, port)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(Hosts.gather, (here, there)))
+    with connected_pair() as (here, there, _):
         time.sleep(2 * hosts.KILLED_SECONDS)
         there.end("")
         connected.clear()
