@@ -17,6 +17,7 @@ records timeline spans too.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import Counter, defaultdict
@@ -322,8 +323,12 @@ class MeshAxis:
         """
         if collective != "all_to_all":
             return {self.wire: sent_bytes}
-        others = Counter(self.wires[: self.rank] + self.wires[self.rank + 1 :])
-        return {wire: sent_bytes * number // (self.size - 1) for wire, number in others.items()}
+        return {wire: sent_bytes * number // (self.size - 1) for wire, number in self._wires_to_others.items()}
+
+    @functools.cached_property
+    def _wires_to_others(self) -> Counter[str]:
+        """The number of other ranks of the axis that this rank reaches over each wire, counted once for all calls."""
+        return Counter(self.wires[: self.rank] + self.wires[self.rank + 1 :])
 
 
 _numbers = itertools.count()

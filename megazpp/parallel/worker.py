@@ -53,6 +53,7 @@ from megazpp.base.program import (
     leave,
 )
 from megazpp.parallel.config import LaunchConfig
+from megazpp.parallel.hosts import wait_until
 from megazpp.parallel.launch import AGENT_STORE, LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
 from megazpp.parallel.roll_call import call_roll, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
@@ -255,11 +256,10 @@ def _let_others_read(worker: Worker) -> None:
     job on several hosts call this function after a failure.
     """
     with contextlib.suppress(Exception):  # the process that hosts the store has ended
-        key, deadline = f"{FAILURES.format(worker.restarts)}/read", time.monotonic() + 3 * REPORT_SECONDS
-        count, hosts_it = worker.store.add(key, 1), worker.rank == 0 and os.environ.get(AGENT_STORE) != "True"
-        while hosts_it and count < worker.world_size and time.monotonic() < deadline:
-            time.sleep(REPORT_SECONDS / 20)
-            count = worker.store.add(key, 0)
+        key = f"{FAILURES.format(worker.restarts)}/read"
+        worker.store.add(key, 1)
+        if worker.rank == 0 and os.environ.get(AGENT_STORE) != "True":
+            wait_until(lambda: worker.store.add(key, 0) >= worker.world_size, 3 * REPORT_SECONDS)
 
 
 def _say_who_failed(worker: Worker) -> None:

@@ -371,11 +371,15 @@ def build_step_simulator(
     """
     assert config.data.seq_length is not None
     assert config.tokenizer.vocab_size is not None
+    device = plan.layout.cluster.device
+    is_cpu = on_cpu or (device_type == "cpu" if device is None else device.is_cpu)
     given: dict[str, Any] = {
         "seq_length": config.data.seq_length,
         "micro_batch_size": plan.batches.micro_batch_size,
-        "documents": _documents(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
-        "compiled_loss": _compiles(config, plan.layout.cluster.device, device_type, on_cpu=on_cpu),
+        "documents": _documents(config, device, is_cpu=is_cpu),
+        # By default a GPU compiles the loss. The compilers are assumed to be installed, because the planned machine may
+        # be another one than this.
+        "compiled_loss": not is_cpu if config.model.compile is None else config.model.compile,
         "moments": 1 if config.optimizer.optimizer == "sgd" else 2,
         "muon": config.optimizer if config.optimizer.optimizer == "muon" else None,
         "diloco": plan.of(DilocoPlan),
@@ -402,7 +406,7 @@ def _describe_muon(config: RunConfig, simulator: StepSimulator, layout: Layout) 
     return text
 
 
-def _documents(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> Documents | None:
+def _documents(config: RunConfig, device: Device | None, *, is_cpu: bool) -> Documents | None:
     """Return the method by which the planned device keeps attention inside documents or a window.
 
     "kernel" is an attention kernel for documents, "mask" a mask for the GPU's attention, and "CPU's mask" a mask for
@@ -411,14 +415,12 @@ def _documents(config: RunConfig, device: Device | None, device_type: str, *, on
     Args:
         config: flags of the run.
         device: device of the cluster file; None if the file does not describe the device.
-        device_type: "cuda" or "cpu", used if `device` is None.
-        on_cpu: True to plan for a CPU process, whatever device the cluster file describes.
+        is_cpu: True to plan for a CPU process, whatever device the cluster file describes.
     """
     window, seq_length = config.model.window, config.data.seq_length or 0
     if not config.data.reset_attention_mask and (window is None or seq_length <= window):
         return None
-    on_cpu = on_cpu or (device is None and device_type == "cpu")
-    if on_cpu:
+    if is_cpu:
         found = None
     elif device is None:
         found = capability(torch.device("cuda"))
@@ -426,17 +428,7 @@ def _documents(config: RunConfig, device: Device | None, device_type: str, *, on
         found = (7, 0) if device.name.startswith(BEFORE_AMPERE) else FIRST_CAPABILITY
     if not mask_reason(config.model, capability=found, dtype=config.precision.param_dtype):
         return "kernel"
-    return "CPU's mask" if on_cpu else "mask"
-
-
-def _compiles(config: RunConfig, device: Device | None, device_type: str, *, on_cpu: bool) -> bool:
-    """Return True if the planned device compiles the loss: with --compile, and by default on CUDA.
-
-    The compilers are assumed to be installed, because the planned machine may be another one than this. The arguments
-    are those of `_documents`.
-    """
-    on_cpu = on_cpu or (device_type == "cpu" if device is None else device.is_cpu)
-    return not on_cpu if config.model.compile is None else config.model.compile
+    return "CPU's mask" if is_cpu else "mask"
 
 
 def _of_node(table: TrafficTable, layout: Layout) -> int:
