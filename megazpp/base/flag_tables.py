@@ -57,10 +57,16 @@ def hint_for(name: str, supported: Collection[str], known: Collection[str]) -> s
         supported: names of this program's flags.
         known: names of the flags that only Megatron-LM has.
     """
-    remedy = read_other_flags().get(name.lower().replace("_", "-"))
-    if remedy is not None and {*re.findall(r"--[\w-]+", remedy)} <= {*supported}:
-        return f": use {remedy}"
+    name = name.lower().replace("_", "-")
+    remedies = {
+        other: remedy
+        for other, remedy in read_other_flags().items()
+        if {*re.findall(r"--[\w-]+", remedy)} <= {*supported}
+    }
+    if name in remedies:
+        return f": use {remedies[name]}"
     if (flag := "--" + name.removeprefix("--no-")) != name and flag in supported:
         return f": {flag} takes a value and cannot be switched off; give another value, or leave the flag out"
-    near = (difflib.get_close_matches(name, names, n=2, cutoff=0.65) for names in (supported, known))
-    return next((f"; did you mean {' or '.join(names)}?" for names in near if names), "")
+    near = (difflib.get_close_matches(name, names, n=2, cutoff=0.65) for names in (supported, remedies, known))
+    meant = next(([remedies.get(flag, flag) for flag in names] for names in near if names), [])
+    return f"; did you mean {' or '.join(dict.fromkeys(meant))}?" if meant else ""

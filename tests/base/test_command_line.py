@@ -308,6 +308,7 @@ MEGATRON_REFUSED = """
 --DDP-impl | --DDP-impl takes one value, not 0
 --mmap-warmup 5 | --mmap-warmup takes no value, not 1
 --micro-batchsize 4 | --micro-batchsize is not a flag; did you mean --micro-batch-size?
+--lerning_rate 1e-3 | --lerning_rate is not a flag; did you mean --lr?
 --transformer-imp x | did you mean --transformer-impl or --split-transformers?
 --qqq | --qqq is not a flag
 --learning_rate 1 | --learning_rate is not a flag: use --lr
