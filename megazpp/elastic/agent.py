@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megazpp.base.address import Address, parse_address
 from megazpp.base.program import JobError, user_errors
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record
-from megazpp.elastic.wire import AuthenticatedListener, Channel, connect
+from megazpp.elastic.wire import AuthenticatedListener, Channel, WireError, connect
 
 if TYPE_CHECKING:
     from megazpp.elastic.config import ElasticConfig
@@ -54,7 +54,8 @@ class Agent:
         state: last state of the run that the coordinator has sent, see `Rounds.state`; None before the first.
         version, id: version of this rank's outer state. The training loop sets this and the following attributes, and
             the reports to the coordinator contain them.
-        fingerprint: version and fingerprint of this rank's outer state; None before the first commit.
+        fingerprint: version and fingerprint of this rank's outer state; None before this rank has outer weights of the
+            run.
         steps: number of training steps since the group's last published contribution.
         seconds: smoothed seconds per training step; None before the first step.
         wants: number of cells of samples for which the group has asked so far.
@@ -96,7 +97,8 @@ class Agent:
         self.fingerprint: tuple[int, int] | None = None
         self._numbers, self.sent, self.sent_bytes = 0, 0, 0
         deadline = time.monotonic() + 6 * HEARTBEAT_SECONDS
-        first = self._connect(lambda: stopped() or time.monotonic() > deadline)
+        # a wrong secret does not become right, so do not try again
+        first = self._connect(lambda error: isinstance(error, WireError) or stopped() or time.monotonic() > deadline)
         with user_errors():
             host = Address(flags.host("diloco_listen") or first.local_host, 0)
             self._listener = AuthenticatedListener(host, self._secret, self._serve, flag="--diloco-listen")
@@ -206,8 +208,8 @@ class Agent:
                 self._failure = self._failure or error
                 self._changed.notify_all()
 
-    def _connect(self, gives_up: Callable[[], bool]) -> Channel:
-        """Connect to the coordinator, with new attempts until `gives_up` returns True.
+    def _connect(self, gives_up: Callable[[OSError], bool]) -> Channel:
+        """Connect to the coordinator, with new attempts until `gives_up` returns True for the error of an attempt.
 
         Raises:
             OutError: `gives_up` returned True before the coordinator could be reached.
@@ -216,10 +218,11 @@ class Agent:
             try:
                 return connect(self._coordinator, self._secret, seconds=HEARTBEAT_SECONDS)
             except OSError as error:
-                if gives_up():
+                if gives_up(error):
+                    remedy = "start tools/coordinate.py there, or check the address and the firewall"
                     raise OutError(
-                        f"--diloco-coordinator {self._coordinator} cannot be reached: {error}; start "
-                        "tools/coordinate.py there, or check the address and the firewall"
+                        f"--diloco-coordinator {self._coordinator} cannot be used: {error}"
+                        + ("" if isinstance(error, WireError) else f"; {remedy}")
                     ) from error
                 time.sleep(RETRY_SECONDS)
 
@@ -227,7 +230,7 @@ class Agent:
         """Receive states of the run from the coordinator, and connect again when the connection is lost."""
         refused_until, lost = time.monotonic() + 3 * HEARTBEAT_SECONDS, False
         while not self._closed:
-            channel = self._connect(lambda: False)
+            channel = self._connect(lambda error: False)
             try:
                 host, port = self._listener.address
                 address = Address(self._flags.host("diloco_advertise") or host, port)

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -37,6 +38,8 @@ class SupersededError(RuntimeError):
 class Journal:
     """The coordinator's journal on disk: one JSON line for each decision about the run.
 
+    The key "checksum" of each line has the CRC-32 of all records up to this line.
+
     Args:
         folder: folder of the run, which must exist.
     Attributes:
@@ -58,7 +61,8 @@ class Journal:
         self.records = self._read(self.term - 1)
         # Replace the empty journal by the complete copy in one step. A part, left by a full disk or a kill, would pass
         # for all records in the next term.
-        copy = "".join(json.dumps(record) + "\n" for record in self.records).encode()
+        self._checksum = 0  # CRC-32 of the records that this term's journal has
+        copy = "".join(map(self._line, self.records)).encode()
         with self._errors_named():
             write_whole(path, copy)
         self._file = path.open("a")
@@ -72,7 +76,7 @@ class Journal:
         """
         with self._errors_named():
             for record in records:
-                self._file.write(json.dumps(record) + "\n")
+                self._file.write(self._line(record))
             self._file.flush()
             os.fsync(self._file.fileno())
         if self._newest() != self.term:
@@ -88,25 +92,33 @@ class Journal:
         journal if it ends before it has copied the records of the earlier term.
 
         Raises:
-            DamagedError: a line is not a JSON object.
+            DamagedError: a line is not a JSON object, or was changed, removed, repeated or moved.
         """
         paths = (self._path(number) for number in range(term, 0, -1))
         path = next((path for path in paths if path.exists() and path.stat().st_size), None)
         if path is None:
             return []
-        records = list[dict]()
+        records, checksum = list[dict](), 0
         for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 record = json.loads(line)
-            except ValueError:
-                record = None
-            if not isinstance(record, dict):
+                stated = record.pop("checksum")
+                checksum = _checksum_after(checksum, record)
+                is_sound = stated == checksum
+            except (ValueError, KeyError, TypeError, AttributeError):
+                is_sound = False
+            if not is_sound:
                 raise DamagedError(
-                    f"line {number} of {path} is damaged: a JSON object is expected; restore this file from a backup, "
-                    "or start a new run in another --folder"
+                    f"line {number} of {path} is damaged, or lines before it are missing, or another version of "
+                    "MegaZ++ has written it: restore this file from a backup, or start a new run in another --folder"
                 )
             records.append(record)
         return records
+
+    def _line(self, record: dict) -> str:
+        """Return the line for a record, and add the record to the journal's checksum."""
+        self._checksum = _checksum_after(self._checksum, record)
+        return json.dumps(record | {"checksum": self._checksum}) + "\n"
 
     def _errors_named(self) -> AbstractContextManager[None]:
         """Return a context that replaces an OSError of a write by a ValueError with the journal's path and a remedy."""
@@ -120,6 +132,11 @@ class Journal:
 
     def _path(self, term: int) -> Path:
         return self._folder / f"journal-{term}.jsonl"
+
+
+def _checksum_after(checksum: int, record: dict) -> int:
+    """Return the CRC-32 of a journal's records up to `record`, from `checksum`, the CRC-32 of the records before it."""
+    return zlib.crc32(json.dumps(record).encode(), checksum)
 
 
 class Coordinator:

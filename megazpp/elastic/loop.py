@@ -117,7 +117,7 @@ class ElasticLoop:
             pass
         if status == "stopped":
             return progress._replace(stop_reason="a stop signal before this group had joined the run")
-        agent.tell(joined=True)
+        agent.tell(joined=True, fingerprint=(self.version, self.outer.fingerprint()))
         self._agreed(lambda state: state["status"] == "member")
         self._catch_up(progress)
         self.outer.merge(0.0)

@@ -131,8 +131,9 @@ class Rounds:
         now: current time in seconds, of the same clock as the times of all later events.
     Attributes:
         facts: flags, package versions and data of the run, by name, as the first group that connected has reported
-            them. Other groups must have the same. None until a rank has connected.
-        rules: settings of the run, as the first group that connected has reported them.
+            them. Other groups must have the same. None until a rank has connected. A group replaces the facts if it
+            connects before the first commit, while no other group takes part.
+        rules: settings of the run, from the same group as `facts`.
         groups: by name: the newest incarnation of each group that has ever connected.
         commits: the record of each committed outer step; the last one made the current version.
         pool: by id: published contributions that no commit has merged yet.
@@ -271,7 +272,9 @@ class Rounds:
             RefusedError: the group cannot take part in the run, or not yet.
         """
         facts, rules = hello["facts"], Rules(*hello["rules"])
-        if self.facts is None:
+        # Before the first commit, flags bind only while a group has them: the first group may have had a wrong flag
+        is_unused = not self.commits and all(group.status == "out" for group in self.groups.values())
+        if self.facts is None or (is_unused and facts != self.facts):
             self._decide({"run": facts, "rules": list(rules)})
         elif differing := [flag for flag in {**self.facts, **facts} if self.facts.get(flag) != facts.get(flag)]:
             flag = differing[0]
@@ -335,7 +338,10 @@ class Rounds:
         if group.status == "member" and report["fingerprint"] is not None:
             version, number = report["fingerprint"]
             if self._fingerprints.setdefault((version, rank), number) != number:
-                self._end(name, f"ERROR: its rank {rank} has another outer state of version {version} than others")
+                remedy = "" if version else ": start all groups from the same weights (--load)"
+                self._end(
+                    name, f"ERROR: its rank {rank} has another outer state of version {version} than others{remedy}"
+                )
 
     def tick(self, now: float) -> None:
         """Make all decisions that are due at the time `now`: about groups, leases of samples, rounds and commits."""
@@ -611,6 +617,9 @@ class Rounds:
         match record:
             case {"run": facts, "rules": rules}:
                 self.facts, self.rules = facts, Rules(*rules)
+                # samples that earlier groups with other rules have leased, and contributions that no commit has merged
+                self.free, self.opened_blocks, self.pool = [], 0, {}
+                self._fingerprints = {}
             case {"join": name, "slot": slot, "incarnation": incarnation}:
                 self.groups[name] = Group(slot, incarnation)
             case {"members": names}:

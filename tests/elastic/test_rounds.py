@@ -34,6 +34,8 @@ class Group:
 
     def __init__(self, name: str, incarnation: str, version: int, version_id: str, rules: Rules) -> None:
         self.name, self.incarnation, self.rules = name, incarnation, rules
+        self.facts = FACTS
+        self.fingerprint: list[int] | None = None  # version and fingerprint of the group's outer weights
         self.folder = ""  # identifier of the folder into which the group saves checkpoints
         self.unsent = [0] * rules.fragments  # steps that the group has trained but not published, by fragment
         # ids of the contributions that each rank has packed
@@ -57,7 +59,7 @@ class Group:
     def hello(self) -> dict[str, Any]:
         return {
             "incarnation": self.incarnation,
-            "facts": FACTS,
+            "facts": self.facts,
             "rules": list(self.rules),
             "version": self.version,
             "id": self.id,
@@ -72,7 +74,7 @@ class Group:
             "published": entries,
             "have": sorted(self.have[rank]),
             "version": self.version,
-            "fingerprint": None,
+            "fingerprint": self.fingerprint,
             "steps": self.steps,
             "unsent": self.unsent[self.fragment] > 0,
             "seconds": 0.3,
@@ -462,6 +464,36 @@ def test_groups_outlive_a_suspended_coordinator_even_if_connections_have_ended()
     world.connect(0)
     world.wait(10)
     assert world.rounds.members == {"g0", "g1"}
+
+
+def test_flags_of_groups_that_have_left_before_the_first_commit_do_not_bind():
+    world = world_with_contributions(1, publish=[0])
+    world.kill(0)
+    world.wait(2)
+    world.rules = RULES._replace(interval=2)
+    right = Group("g1", "again", 0, NO_COMMIT, world.rules)
+    right.facts = {"--seed": "2"}
+    world.groups[1] = right
+    world.connect(1)
+    with pytest.raises(RefusedError, match="--seed is '1' in group g2, and '2' in the other groups"):
+        world.rounds.connect("g2", 0, Group("g2", "i", 0, NO_COMMIT, RULES).hello(), world.now)
+    world.wait(62)
+    assert world.rounds.members == {"g1"}
+    right.wants = 1
+    world.wait(1)
+    for rounds in (world.rounds, Rounds(world.journal)):
+        assert rounds.groups["g1"].leases == [[0, 0, 0, 2]]  # an interval of two steps, and all samples are free
+        assert not rounds.pool
+
+
+def test_group_that_starts_from_other_weights_is_out_before_it_trains():
+    world = World()
+    for index in range(RULES.groups):
+        world.start(index)
+        world.groups[index].fingerprint = [0, 7 + index // 2]
+    world.wait(2)
+    assert world.rounds.members == {"g0", "g1"}
+    assert any("another outer state of version 0 than others: start all groups from" in line for line in world.lines)
 
 
 def test_groups_with_checkpoints_of_another_run_are_out():

@@ -273,6 +273,21 @@ def test_group_with_other_flags_or_another_secret_is_refused_by_flag(tmp_path, n
     secret.write_text("x" * 40)
     secret.chmod(0o600)
     c = site.start("c", "--diloco-secret-file", str(secret))
-    site.coordinator.wait_for("does not know the secret")
-    kill(c)
+    c.process.wait(timeout=60)
+    assert c.process.returncode != 0
+    assert "cannot be used: the peer does not know the secret of this run: give all groups" in c.output()
+    assert "does not know the secret" in site.coordinator.output()
     kill(a)
+
+
+def test_groups_that_start_from_different_checkpoints_merge_nothing_of_each_other(tmp_path, new_site):
+    for seed in ("1", "2"):
+        flags = ("--train-iters", "1", "--save", str(tmp_path / seed), "--seed", seed, "--global-batch-size", "2")
+        Home(tmp_path).pretrain(*TOY, *flags, "--eval-iters", "0", run=f"base-{seed}", nproc=1)
+    site = new_site("--train-iters", "10", "--seed", "3", "--finetune")
+    groups = [site.start(name, "--load", str(tmp_path / name)) for name in ("1", "2")]
+    codes = [group.process.wait(timeout=120) for group in groups]
+    assert sorted(codes) == [0, 1], site.coordinator.output()
+    out = groups[codes.index(1)].output()
+    assert "has another outer state of version 0 than others: start all groups from the same weights (--load)" in out
+    assert all(len(commit["set"]) == 1 for commit in site.commits())

@@ -189,10 +189,23 @@ def test_address_of_another_machine_is_named_with_its_flag():
         AuthenticatedListener(Address("192.0.2.1", 7), SECRET, print)
 
 
-@pytest.mark.parametrize("line", ["{", "7", "\udcff"])
-def test_damaged_line_of_a_journal_is_named(tmp_path, line):
-    (tmp_path / "coordinator").mkdir()
+DAMAGES = {
+    "cut": lambda first, second, third: [first, second[:-2] + "\n", third],
+    "no object": lambda first, second, third: [first, "7\n", third],
+    "no text": lambda first, second, third: [first, "\udcff\n", third],
+    "digit": lambda first, second, third: [first, second.replace('"n": 2', '"n": 3'), third],
+    "dropped": lambda first, second, third: [first, third],
+    "repeated": lambda first, second, third: [first, first, second, third],
+    "swapped": lambda first, second, third: [first, third, second],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_line_of_a_journal_is_named(tmp_path, damage):
+    Journal(tmp_path).append([{"n": n} for n in (1, 2, 3)])
     (tmp_path / "coordinator" / "journal-old.jsonl").touch()  # a copy that a user has made is not read as a journal
-    (tmp_path / "coordinator" / "journal-1.jsonl").write_text(f"{{}}\n{line}\n", errors="surrogateescape")
-    with pytest.raises(DamagedError, match=r"line 2 of .*journal-1\.jsonl is damaged: .* restore this file"):
+    path = tmp_path / "coordinator" / "journal-1.jsonl"
+    lines = DAMAGES[damage](*path.read_text().splitlines(keepends=True))
+    path.write_text("".join(lines), errors="surrogateescape")
+    with pytest.raises(DamagedError, match=r"line 2 of .*journal-1\.jsonl is damaged, .* restore this file"):
         Journal(tmp_path)
