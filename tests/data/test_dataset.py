@@ -246,6 +246,10 @@ def test_split_that_was_not_typed_may_leave_evaluations_without_data(tmp_path):
     assert sum("so there is no" in line for line in said) == 2
     with pytest.raises(ValueError, match=r"\(valid\) has 10 tokens, too few"):
         build(tmp_path, said, data_path=(a,), **flags)
+    short = write(tmp_path / "short", documents=1)
+    for use in ("valid", "test"):  # data that a flag names for a use may not be left out
+        with pytest.raises(ValueError, match=rf"short \({use}\) has \d+ tokens, too few"):
+            build(tmp_path, train_data_path=(a,), exact=False, **{f"{use}_data_path": (short,)}, **flags)
 
 
 def test_unsuitable_vocabulary_size_is_rejected_without_sentencepieces_log():
