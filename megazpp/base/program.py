@@ -44,6 +44,7 @@ EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG, EXIT_LATE = 1, 2, 3, 4, 
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128 + n
 EXIT_READER_GONE = 128 + signal.SIGPIPE
 LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # environment variable of the workers that a launching process of MegaZ++ starts
+BEGAN = "MEGAZPP_BEGAN"  # environment variable of these workers: `time.monotonic()` when the launching process began
 _SET_PARENT_DEATH_SIGNAL = 1  # option PR_SET_PDEATHSIG of Linux's prctl
 # Ends of the messages about an OSError, by the error's number, that say what the user can do about it
 REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free disk space, or choose another disk")

@@ -44,6 +44,7 @@ from megazpp.base.address import Address, is_loopback, listen, parse_host, parse
 from megazpp.base.flags import spelling
 from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
 from megazpp.base.program import (
+    BEGAN,
     EXIT_ERROR,
     EXIT_HANG,
     EXIT_LATE,
@@ -377,6 +378,7 @@ class Workers:
     def __init__(self, command: Sequence[str], ranks_per_node: int, *, nodes: int = 1, node: int | None = None) -> None:
         self.processes: list[Process] = []
         self.end_seconds = math.inf
+        self._began = time.monotonic()
         self.command, self._ranks_per_node, self._nodes = command, ranks_per_node, nodes
         first, count = (0, nodes) if node is None else (node * ranks_per_node, 1)
         self._ranks = range(first, first + count * ranks_per_node)
@@ -397,9 +399,15 @@ class Workers:
         try:
             for rank in self._ranks:
                 node, local_rank = divmod(rank, self._ranks_per_node)
-                place = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "WORLD_SIZE": world_size}
+                place: dict[str, float] = {
+                    "RANK": rank,
+                    "LOCAL_RANK": local_rank,
+                    "GROUP_RANK": node,
+                    "WORLD_SIZE": world_size,
+                }
                 place["LOCAL_WORLD_SIZE"] = self._ranks_per_node
                 place[LAUNCHER_PID] = os.getpid()  # the worker asks the kernel to kill it when this process ends
+                place[BEGAN] = self._began  # restarts do not change it, so time limits include the time before them
                 own = {name: str(value) for name, value in place.items()}
                 self.processes.append(self.start_rank(rank, node, {**os.environ, **env, **own}))
         except BaseException:

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -42,6 +42,7 @@ from torch.distributed import distributed_c10d
 from megazpp.base.address import store_address
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import (
+    BEGAN,
     EXIT_ERROR,
     EXIT_READER_GONE,
     EXIT_SECONDARY,
@@ -78,6 +79,8 @@ class Worker(RankInfo):
     store: dist.Store  # store of the default process group
     watchdog: Watchdog
     restarts: int = 0  # number of times that the launcher has restarted the job
+    # value of `time.monotonic()` when the launching process began, or this process if torchrun or srun has started it
+    began: float = field(default_factory=time.monotonic)
 
 
 @contextlib.contextmanager
@@ -116,7 +119,7 @@ def worker_process(
 
     # Open the store, start the watchdog, compare the facts of all ranks, and create the default process group.
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
-    restarts = int(os.environ.get(RESTART_COUNT, "0"))
+    began, restarts = float(os.environ.get(BEGAN, time.monotonic())), int(os.environ.get(RESTART_COUNT, "0"))
     with _say_whom_it_waits_for(place):
         try:
             store = open_store(place, timedelta(minutes=config.distributed_timeout_minutes))
@@ -140,7 +143,7 @@ def worker_process(
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=bound
     )
-    worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts)
+    worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts, began=began)
 
     # Run the caller's block. The barrier after it keeps a rank from ending while other ranks use its connections. Its
     # span lets the watchdog notice a rank that never arrives, for example because it waits for a server of wandb.

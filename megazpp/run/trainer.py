@@ -188,7 +188,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             save=save,
             files=files,
             tracker=tracker,
-            stops=StopConditions(config.stop),
+            stops=StopConditions(config.stop, began=worker.began),
             opened=opened,
             profiler=Profiler(config.profiler, context),  # created before the model, to record its memory
             worker=worker,

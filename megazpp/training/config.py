@@ -147,7 +147,8 @@ class StopConfig(Config):
 
     Attributes:
         exit_interval: stop after the first iteration that is a multiple of this number.
-        exit_duration_in_mins: stop this many minutes after the start of the program.
+        exit_duration_in_mins: stop this many minutes after the start of the program, before any restart by
+            --max-restarts.
         skip_train: skip training and only evaluate.
     """
 

@@ -233,13 +233,15 @@ class StopConditions:
 
     Args:
         config: flags for an early stop.
+        began: value of `time.monotonic()` from which --exit-duration-in-mins counts, the start of the job; None for
+            now.
     Attributes:
         caught: number of the last stop signal that this rank has caught; 0 without a signal.
         hurried: True once a signal has ended the training. The last evaluation and sample are then skipped.
     """
 
-    def __init__(self, config: StopConfig) -> None:
-        self._config, self._began = config, time.monotonic()
+    def __init__(self, config: StopConfig, *, began: float | None = None) -> None:
+        self._config, self._began = config, time.monotonic() if began is None else began
         self._agreed: HostCopy | None = None
         self.caught, self.hurried = 0, False
 

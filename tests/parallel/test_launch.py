@@ -3,9 +3,11 @@
 import os
 import signal
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -18,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import find_address, find_launcher, first_host
-from megazpp.base.program import EXIT_LATE, LAUNCHER_PID
+from megazpp.base.program import BEGAN, EXIT_LATE, LAUNCHER_PID
 from megazpp.parallel import launch, worker
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.launch import (
@@ -167,6 +169,20 @@ def test_worker_that_does_not_end_after_the_others_ends_the_job(last, codes):
     assert failures == codes
     if codes:
         assert "all work is done, but rank 1, 2 did not end" in describe_failure(failures)
+
+
+def test_workers_count_time_from_the_launchers_start_also_after_a_restart():
+    began = list[float]()
+
+    class Recorded(Workers):
+        def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> Any:
+            began.append(float(env[BEGAN]))
+
+    workers = Recorded([], 2)
+    now = time.monotonic()
+    workers.start({}).start({})
+    assert began == [began[0]] * 4
+    assert began[0] <= now
 
 
 def test_closed_terminal_is_passed_to_workers_unless_nohup_started_the_job():

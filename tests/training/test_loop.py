@@ -186,6 +186,9 @@ def test_exit_duration_stops_after_the_given_minutes(monkeypatch):
     monkeypatch.setattr("megazpp.training.loop.time.monotonic", lambda: float(next(clock)))
     stops = StopConditions(StopConfig(exit_duration_in_mins=2))
     assert [stops.reason(i, ALONE) for i in (1, 2, 3)] == [None, None, "--exit-duration-in-mins 2"]
+    # the launching process began 100 seconds before this process, at time 200
+    stops = StopConditions(StopConfig(exit_duration_in_mins=2), began=100.0)
+    assert [stops.reason(i, ALONE) for i in (1, 2)] == [None, "--exit-duration-in-mins 2"]
 
 
 @pytest.mark.gpu
