@@ -190,13 +190,15 @@ class AdaptedReader(SafeReader):
                 box[inside] = merged(part[inside], a, b, self._scale)
 
     def _read_factors(self, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Read the matrices A [in, r] and B [out, r] of a weight's adapter; None if the weight has no adapter.
+        """Read the matrices A [in, r] and B [out, r] of a weight's adapter; None for a bias or a weight without one.
 
         The weight of E experts stacks their matrices. Return first the matrix that belongs to the columns of these
         matrices, [E * columns, r], and then the matrix that belongs to their rows, [E * rows, r].
         """
         stem, _, matrix = key.rpartition(".")
         is_experts, config = stem.endswith(".experts"), self._config
+        if matrix == "bias":  # its key begins like that of the layer's weight, whose adapter does not change the bias
+            return None
         prefix = f"{stem}.adapter.{matrix}." if is_experts else f"{stem}.adapter."
         names = [name for name in self._own.tensors() if name.startswith(prefix)]
         parts = {name.removeprefix(prefix): self._own.read_whole(name) for name in names}

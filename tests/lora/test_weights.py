@@ -33,6 +33,15 @@ def test_merged_weights_are_rounded_to_their_stored_dtype(tmp_path):
     assert torch.equal(target[f"{linear}weight"], merged.float())
 
 
+def test_bias_of_a_layer_with_an_adapter_is_read_unchanged(tmp_path):
+    linear = "model.layers.0.attention.proj."
+    base = {f"{linear}weight": torch.randn(6, 4), f"{linear}bias": torch.randn(6)}
+    adapters = {f"{linear}adapter.a": torch.randn(4, 2), f"{linear}adapter.b": torch.randn(6, 2)}
+    reader = open_adapted(tmp_path, base, adapters, Case().model)
+    assert torch.equal(reader.read_whole(f"{linear}bias"), base[f"{linear}bias"])
+    assert not torch.equal(reader.read_whole(f"{linear}weight"), base[f"{linear}weight"])
+
+
 def test_each_expert_is_merged_with_its_own_adapter_in_any_part_of_the_weight(tmp_path):
     """Read the merged weights of experts in any ranges of rows, and compare with base + scale * B A of each expert.
 
