@@ -365,7 +365,7 @@ def test_second_ctrl_c_ends_the_run_and_wandb_at_once(home):
 
 
 def test_run_stopped_without_save_says_that_nothing_was_saved(tmp_path):
-    said = what_next(parse(shlex.join([*TOY, "--train-iters", "4"])), tmp_path, stopped=True, generates=True)
+    said = what_next(parse(shlex.join([*TOY, "--train-iters", "4"])), tmp_path, stopped=True, generate_flags="--chat")
     assert said == "nothing was saved: only a run with --save FOLDER can be resumed"
 
 
@@ -384,14 +384,15 @@ def test_command_that_resumes_names_the_launcher(tmp_path, monkeypatch):
         with monkeypatch.context() as own:
             for name, value in env.items():
                 own.setenv(name, value)
-            said = what_next(parsed, tmp_path, stopped=True, generates=True).splitlines()
+            said = what_next(parsed, tmp_path, stopped=True, generate_flags="--chat").splitlines()
         assert said[0] == f"to resume: {start} pretrain_gpt.py --save x --load x"
         assert len(said) == lines
     forked = parse(shlex.join([*TOY, "--train-iters", "4", "--save", "x", "--load", "base", "--finetune"]))
-    again = what_next(forked, tmp_path, stopped=True, generates=True)
+    again = what_next(forked, tmp_path, stopped=True, generate_flags="--chat")
     assert again == "to resume: python pretrain_gpt.py --save x"
-    complete = what_next(parsed, tmp_path / "a b", stopped=False, generates=True)
+    complete = what_next(parsed, tmp_path / "a b", stopped=False, generate_flags="--chat")
     assert f"report.py '{tmp_path}/a b'\n" in complete
+    assert "generate.py --load x --chat" in complete
 
 
 @pytest.mark.slow

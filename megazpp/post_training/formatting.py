@@ -153,10 +153,10 @@ def read_examples(
             "{% endgeneration %}, or name it with --eos-token"
         )
     log(
-        f"{total:,} examples of {len(examples.tokens):,} tokens: {_names(paths)}"
-        + (f"; {cut:,} were cut to --max-length {config.max_length}" if cut else "")
-        + (f"; {empty:,} left out, because no token of their answers is left" if empty else "")
-        + (f"; {same:,} left out, because {_SAME}, the first at {paths[file]}, line {line}" if same else "")
+        f"{total:,} examples with {len(examples.tokens):,} tokens in all: {_names(paths)}"
+        + (f"; {cut:,} were cut to --max-length {config.max_length}, so raise it to train on their ends" if cut else "")
+        + (f"; {empty:,} of them left out, because no token of their answers is left" if empty else "")
+        + (f"; {same:,} of them left out, because {_SAME}, the first at {paths[file]}, line {line}" if same else "")
         + (
             f"; note: the answers of {within:,} begin inside a token of their prompt, unlike sampled completions: "
             "move a space at the end of a prompt to the answer"

@@ -107,7 +107,7 @@ class PostTraining:
             flags={} if adapted is None else {"ref_checksum": adapted.settings.checksum},
             states=states,
             observers=() if synced is None else (synced.step,),
-            generates=self.post.objective != "reward",
+            generate_flags=None if self.post.objective == "reward" else self._generate_flags,
             # `_open_model` has loaded base and adapters of a policy with adapters, so a new run loads nothing more
             has_weights=adapted is not None,
             evaluates_first=self.post.eval_on_start,
@@ -151,6 +151,8 @@ class PostTraining:
         opened = zip(Splits._fields, files, self._counts, strict=True)
         found = Splits(*(self._open(paths, template, n, use) if paths and n else None for use, paths, n in opened))
         self.tokenizer.files = template.files(self.tokenizer.files)  # checkpoints save these files
+        # a model that has learned from conversations answers only prompts in its chat template
+        self._generate_flags = "--chat --prompt 'Who are you?'" if template.used else "--prompt 'Call me'"
         return found
 
     def _spec(self, *, scalar_head: bool | None = None) -> ModelSpec:

@@ -63,6 +63,16 @@ CHARTS = (
     Chart("peak_memory_bytes", "Peak memory", "GB, rank 0", "zero", 1 / GIGA),
 )
 
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """Return the definitions of the charts of a report on `runs`.
+
+    The chart of the loss has no unit if a run was post-training other than SFT, whose loss is not in nats per token.
+    """
+    has_unit = all(run.flags.get("objective", "sft") == "sft" for run in runs)
+    return [chart if has_unit or chart.key != "lm_loss" else chart._replace(unit="") for chart in CHARTS]
+
+
 # ---- curves of the charts -----------------------------------------------------------------------------------------
 
 

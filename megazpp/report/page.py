@@ -15,8 +15,8 @@ from pathlib import Path
 
 from megazpp.base.files import write_whole
 from megazpp.report.contents import (
-    CHARTS,
     Table,
+    charts,
     completions_table,
     curves,
     differences_in_words,
@@ -96,7 +96,7 @@ def report_html(runs: Sequence[Run], now: datetime.datetime, rounds: Sequence[Ro
     title = "Report on one run" if len(runs) == 1 else f"Report on {len(runs)} runs"
     max_points = min(MOST_POINTS, max(FEWEST_POINTS, POINTS_OF_PAGE // max(1, len(runs))))
     drawn = [{"name": run.name, "curves": curves(run, max_points), "entropy": unigram_entropy(run)} for run in runs]
-    data = {"charts": [chart._asdict() for chart in CHARTS], "runs": drawn}
+    data = {"charts": [chart._asdict() for chart in charts(runs)], "runs": drawn}
     numbers = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
     # Join styles, sections, data and script to the text of the page

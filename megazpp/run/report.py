@@ -98,7 +98,9 @@ def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
     run.log("\n".join(aligned([("piece", "implementation", "why"), *rows])), short="")
 
 
-def conclude(parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, loaded: bool, generates: bool) -> None:
+def conclude(
+    parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, loaded: bool, generate_flags: str | None
+) -> None:
     """Log at the end of a run where its records are, and which commands the user can run next.
 
     Args:
@@ -106,7 +108,7 @@ def conclude(parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, 
         run: log and run folder.
         progress: progress at the end of the run.
         loaded: True if the run has loaded a checkpoint.
-        generates: True if the trained model can generate text.
+        generate_flags: flags of tools/generate.py to suggest, as shell words; None if the model cannot generate text.
     """
     config = parsed.config
     if config.checkpoint.load is not None and not loaded:
@@ -115,11 +117,11 @@ def conclude(parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, 
         run.log(f"records of this run: {run.folder.path}")
         run.log(f"tokenizer and data indices: {cache_dir(config.data)}", short="")
         stopped = progress.stop_reason is not None
-        commands = what_next(parsed, run.folder.path, stopped=stopped, generates=generates)
+        commands = what_next(parsed, run.folder.path, stopped=stopped, generate_flags=generate_flags)
         run.log(commands, short=commands)  # a terminal does not wrap `short`, so users can paste the commands
 
 
-def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool) -> str:
+def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generate_flags: str | None) -> str:
     """Return lines with commands that the user can run after a training run.
 
     For a run that ended early, the only command resumes the run. For a complete run, the commands show its curves,
@@ -129,7 +131,7 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
         parsed: command line of the run.
         folder: run folder.
         stopped: True if the run ended early.
-        generates: True if the trained model can generate text.
+        generate_flags: flags of tools/generate.py to suggest, as shell words; None if the model cannot generate text.
     """
     # ---- a run that ended early: how to resume it
     save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
@@ -158,8 +160,8 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generates: bool
 
     # ---- a complete run: what to do with its model
     lines = [f"see its curves: {tool('report')} {shlex.quote(str(folder))}"]
-    if save is not None and generates:
-        lines.append(f"generate text: {tool('generate')} --load {shlex.quote(save)} --prompt 'Call me'")
+    if save is not None and generate_flags is not None:
+        lines.append(f"generate text: {tool('generate')} --load {shlex.quote(save)} {generate_flags}")
     if any(path.startswith(BUILTIN) for path in parsed.config.data.text_path) and "save" not in parsed.origins:
         start = f"python {sys.argv[0]}" if (home / "pretrain_gpt.py").exists() else "megazpp"
         lines.append(f"train it on your text: {start} --text-path your_text.txt --save your_model/")

@@ -292,7 +292,8 @@ class TrainingParts:
             their place.
         states: groups of tensors that checkpoints store in addition to model and optimizer.
         observers: context managers around each training step, entered before the trainer's context managers.
-        generates: True if the trained model can generate text; False for a reward model.
+        generate_flags: flags of tools/generate.py that the log suggests at the end of the run, as shell words; None for
+            a model that cannot generate text, as a reward model.
         has_weights: True if `built` already has the weights of the checkpoint from which the run starts.
         evaluates_first: True to evaluate the validation data before the first step of a new run.
         samples: description of the training and held-out samples, see data/identity.py; {} unless
@@ -311,7 +312,7 @@ class TrainingParts:
     flags: Mapping[str, Any] = field(default_factory=dict)
     states: Sequence[StatePart] = ()
     observers: Sequence[Observer] = ()
-    generates: bool = True
+    generate_flags: str | None = "--prompt 'Call me'"
     has_weights: bool = False
     evaluates_first: bool = False
     samples: Mapping[str, Any] = field(default_factory=dict)
@@ -556,7 +557,8 @@ class Trainer:
         if not run.stops.hurried:
             for attached in self.attached:
                 attached.finish(self.weights_for_evaluation, progress.iteration)
-        conclude(run.parsed, run.context, progress, loaded=run.checkpoint is not None, generates=self.parts.generates)
+        loaded, flags = run.checkpoint is not None, self.parts.generate_flags
+        conclude(run.parsed, run.context, progress, loaded=loaded, generate_flags=flags)
 
     @contextmanager
     def weights_for_evaluation(self) -> Iterator[None]:

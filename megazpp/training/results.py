@@ -40,8 +40,8 @@ def record_results(
 ) -> None:
     """Run the last evaluations, then print the results of the run and write them to summary.json. All ranks call this.
 
-    Losses and the entropy of the validation text are in nats per token. The training loss is the mean of the last log
-    interval. Values that were not measured are None.
+    Losses of language models and the entropy of the validation text are in nats per token. The training loss is the
+    mean of the last log interval. Values that were not measured are None.
 
     Args:
         recorder: recorder of the run's steps and evaluations.
@@ -81,7 +81,8 @@ def record_results(
         run.log(traffic_table(rows, compared), short=traffic_in_words(rows, compared))
     summary |= {"traffic": [row._asdict() for row in rows], "zero3": None if compared is None else compared._asdict()}
     # ---- print the last lines of the log, and write summary.json
-    run.log(closing_lines(summary, trained=recorder.last_interval is not None))
+    unit = " nats per token" if recorder.has_perplexity else ""
+    run.log(closing_lines(summary, trained=recorder.last_interval is not None, unit=unit))
     recorder.tracker.summary(summary)
 
 
@@ -193,12 +194,13 @@ def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
     return "\n".join(text)
 
 
-def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
+def closing_lines(summary: Mapping[str, Any], *, trained: bool, unit: str) -> str:
     """Return the closing report of a run as text for the log.
 
     Args:
         summary: results of the run, as in summary.json.
         trained: True if this process has taken training steps.
+        unit: unit of the training loss, with a space before it; "" for losses without a unit, such as DPO's.
     """
     lines = []
     if summary["stop_reason"]:
@@ -215,7 +217,7 @@ def closing_lines(summary: Mapping[str, Any], *, trained: bool) -> str:
                 f"{summary.get('replica_group_bytes_per_step', 0) / MEGA:.3f} MB per node and step between them; inner "
                 f"loss {summary[INNER_LOSS]:.4f}"
             )
-        lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f} nats per token")
+        lines.append(f"training loss of the last log interval: {summary['final_loss']:.4f}{unit}")
     if summary["validation_loss"] is not None:
         entropy = summary["unigram_entropy"]
         of_text = "" if entropy is None else f"; unigram entropy of the validation text: {entropy:.4f} nats per token"

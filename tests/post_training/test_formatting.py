@@ -107,11 +107,11 @@ def test_cut_empty_and_equal_answers_are_counted_and_tokens_cached(path, tmp_pat
     options: dict[str, Any] = {"pairs": True, "cache_dir": tmp_path / "cache", "log": lines.append}
     examples = read(path, flags={"max_length": 5}, **options)
     assert shown(examples) == [("12$", "2$"), ("13$", "3$"), ("12345", "2345"), ("12$", "2$")]
-    same = f"3 left out, because 'chosen' and 'rejected' are the same, the first at {path}, line 4"
+    same = f"3 of them left out, because 'chosen' and 'rejected' are the same, the first at {path}, line 4"
     assert lines == [
         "tokenizing a.jsonl",
-        "6 examples of 14 tokens: a.jsonl; 3 were cut to --max-length 5; "
-        "1 left out, because no token of their answers is left; " + same,
+        "6 examples with 14 tokens in all: a.jsonl; 3 were cut to --max-length 5, so raise it to train on their ends; "
+        "1 of them left out, because no token of their answers is left; " + same,
     ]
     again = read(path, flags={"max_length": 5}, **options)
     assert lines[2:] == lines[1:2]  # tokens that come from the cache are logged with the same counts as tokenized ones

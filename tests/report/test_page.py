@@ -93,6 +93,15 @@ def test_page_holds_curves_and_tables_of_all_runs(folders):
     assert data_of(alone)["runs"][0]["curves"] == {}
 
 
+def test_loss_of_a_preference_run_has_no_unit(tmp_path):
+    for objective, unit in (("sft", "nats per token"), ("dpo", "")):
+        folder = make_run(tmp_path / objective, [row(2), row(4)], args={"objective": objective})
+        (loss,) = [
+            chart for chart in data_of(report_html(read_runs([folder]), NOW))["charts"] if chart["key"] == "lm_loss"
+        ]
+        assert loss["unit"] == unit
+
+
 def test_report_overwrites_an_older_report(folders, tmp_path):
     for run in read_runs(folders[:2]):
         write_report([run], tmp_path / "report.html", NOW)

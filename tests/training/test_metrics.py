@@ -160,8 +160,11 @@ def test_synchronizations_appear_in_log_line_record_and_summary():
         2,
         2_000_000,
     )
-    lines = closing_lines(summary | {"stop_reason": None, "final_loss": 2.5, "validation_loss": None}, trained=True)
+    lines = closing_lines(
+        summary | {"stop_reason": None, "final_loss": 2.5, "validation_loss": None}, trained=True, unit=""
+    )
     assert "replica groups synchronized 2 times, 2.000 MB per node and step between them; inner loss 2.5000" in lines
+    assert lines.endswith("training loss of the last log interval: 2.5000")  # a loss without a unit, such as DPO's
 
 
 def test_loss_that_is_not_finite_is_printed():

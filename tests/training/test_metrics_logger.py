@@ -71,6 +71,7 @@ def test_closing_lines_and_summary_report_the_results_of_the_run():
     text = run.out.getvalue()
     assert 0.0 < summary["data_wait_share"] < 1.0
     assert f"{summary['data_wait_share']:.1%} of the time waiting for data" in text
+    assert "training loss of the last log interval: 1.0000 nats per token\n" in text
     assert "validation loss: 7.0000; unigram entropy of the validation text: 6.0000 nats per token" in text
     assert "validation loss at iteration 3 on test set | lm loss value: 8.0" in text
 
