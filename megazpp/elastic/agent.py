@@ -234,7 +234,7 @@ class Agent:
             try:
                 host, port = self._listener.address
                 address = Address(self._flags.host("diloco_advertise") or host, port)
-                about = {"version": self.version, "id": self.id, "address": address}
+                about = {"version": self.version, "id": self.id, "joined": self.joined, "address": address}
                 channel.send(self._hello | about)
                 with self._changed:
                     self._channel = channel

@@ -10,6 +10,7 @@ The file rounds.jsonl has one row for each commit (outer step of all groups), fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ from pathlib import Path
 from megazpp.base.address import Address
 from megazpp.base.files import DamagedError, lock_for_this_job, write_whole
 from megazpp.base.program import errors_as
-from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
+from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record, RefusedError, Rounds
 from megazpp.elastic.wire import AuthenticatedListener, Channel
 
 TICK_SECONDS = 0.02  # interval at which the coordinator calls `Rounds.tick`, which makes the decisions
@@ -139,6 +140,45 @@ def _checksum_after(checksum: int, record: dict) -> int:
     return zlib.crc32(json.dumps(record).encode(), checksum)
 
 
+class Outbox:
+    """The newest state of the run that one rank has not received yet; a thread per rank sends it.
+
+    Each state replaces the one before it. So a rank whose link is down delays neither the decisions of the coordinator
+    nor the states of other ranks.
+
+    Args:
+        channel: connection to the rank.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._changed = channel, threading.Condition()
+        self._state: Record | None = None
+        self._is_last = False
+
+    def put(self, state: Record | None, *, is_last: bool = False) -> None:
+        """Replace the state to send. After the last one, which may be None for no state, the connection is closed."""
+        with self._changed:
+            self._state, self._is_last = state, is_last
+            self._changed.notify()
+
+    def send(self) -> None:
+        """Send states until the last one is sent or the connection is lost, and close the connection."""
+        with contextlib.suppress(OSError):
+            is_last = False
+            while not is_last:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._state is not None or self._is_last)
+                    state, is_last, self._state = self._state, self._is_last, None
+                if state is not None:
+                    self._channel.send(state)
+        self._channel.close()
+
+    def close(self) -> None:
+        """Close the connection to the rank, and end `send`."""
+        self._channel.close()
+        self.put(None, is_last=True)
+
+
 class Coordinator:
     """A running coordinator of elastic DiLoCo, which serves ranks in threads until it ends.
 
@@ -172,7 +212,7 @@ class Coordinator:
             self._held = lock_for_this_job(folder / "coordinator.lock", f"--folder {folder}")
         self._say, self._journal, self._rows = say, Journal(folder), folder / "rounds.jsonl"
         self._rounds = Rounds(self._journal.records, now=time.monotonic())
-        self._lock, self._channels = threading.Lock(), dict[Channel, tuple[str, int]]()
+        self._lock, self._outboxes = threading.Lock(), dict[Outbox, tuple[str, int]]()
         self._pushed_at, self._ticked_at, self.ended = 0.0, time.monotonic(), threading.Event()
         self.why = ""
         self._listener = AuthenticatedListener(address, secret, self._serve, say)
@@ -185,8 +225,8 @@ class Coordinator:
         self.why = self.why or why
         self.ended.set()
         self._listener.close()
-        for channel in list(self._channels):
-            channel.close()
+        for outbox in list(self._outboxes):
+            outbox.close()
 
     def _tick(self) -> None:
         try:
@@ -216,22 +256,19 @@ class Coordinator:
             self._say(line)
         if records or now > self._pushed_at + PUSH_SECONDS:
             self._pushed_at = now
-            for channel, (name, rank) in list(self._channels.items()):
-                try:
-                    channel.send(self._rounds.state(name, rank, now))
-                    if self._rounds.groups[name].status == "out":
-                        channel.close()
-                except OSError:
-                    channel.close()
+            for outbox, (name, rank) in self._outboxes.items():
+                is_last = self._rounds.groups[name].status == "out"
+                outbox.put(self._rounds.state(name, rank, now), is_last=is_last)
 
     def _serve(self, channel: Channel) -> None:
         """Register the rank at the other end of `channel`, and receive its reports until the connection ends."""
         hello = channel.receive()
         name, rank, incarnation = hello["group"], hello["rank"], hello["incarnation"]
+        outbox = Outbox(channel)
         try:
             with self._lock:
                 self._rounds.connect(name, rank, hello, time.monotonic())
-                self._channels[channel] = name, rank
+                self._outboxes[outbox] = name, rank
         except RefusedError as error:
             channel.send({"refused": str(error), "passes": error.passes})
             self._say(f"refused group {name}: {error}")
@@ -239,6 +276,7 @@ class Coordinator:
         # The timeout ends this thread if the peer is dead. `Rounds` has removed the peer's group before, because it
         # removes a group that has sent no report for HEARTBEAT_SECONDS.
         channel.set_timeout(2 * HEARTBEAT_SECONDS)
+        threading.Thread(target=outbox.send, daemon=True).start()
         try:
             while True:
                 report = channel.receive()
@@ -247,8 +285,9 @@ class Coordinator:
                         return
                     self._rounds.report(name, rank, report, time.monotonic())
         finally:
+            outbox.close()
             with self._lock:
-                del self._channels[channel]
+                del self._outboxes[outbox]
                 self._rounds.disconnect(name, incarnation, rank, time.monotonic())
 
 

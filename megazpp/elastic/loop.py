@@ -21,7 +21,7 @@ import torch
 
 from megazpp.base.address import Address
 from megazpp.base.program import MEGA
-from megazpp.diloco.config import DilocoPlan
+from megazpp.diloco.config import RUN_DEPENDENT, DilocoPlan
 from megazpp.elastic.agent import Agent, OutError
 from megazpp.elastic.config import ElasticConfig, ElasticPlan
 from megazpp.elastic.outer import WholeOuter
@@ -511,4 +511,6 @@ def _facts(parts: TrainerParts) -> dict[str, str]:
     facts = facts_of_flags(parts.config.parts) | facts_of_data(parts.tokenizer, parts.samples)
     layout = parts.plan.layout
     facts["the layout of the ranks"] = str({name: layout.axis_size(name) for name in layout.coordinates})
+    # A job that resumes gets these flags from its checkpoint, and other jobs leave them out: compare the values in use
+    facts |= {f"--{name.replace('_', '-')}": str(parts.flags[name]) for name in RUN_DEPENDENT}
     return {name: value for name, value in facts.items() if name not in OF_THE_GROUP}

@@ -265,8 +265,9 @@ class Rounds:
             rank: index of the rank in its group.
             hello: the rank's first message: incarnation of its group ("incarnation"), address at which it serves
                 messages ("address"), flags and data that all groups must share ("facts"), rules of the run ("rules"),
-                version and id of its outer weights ("version", "id"), and the identifier of the folder into which it
-                saves checkpoints ("saves"), which is "" if it saves none.
+                version and id of its outer weights ("version", "id"), whether they are of a run in which the group has
+                taken part ("joined"), and the identifier of the folder into which it saves checkpoints ("saves"), which
+                is "" if it saves none.
             now: current time in seconds.
         Raises:
             RefusedError: the group cannot take part in the run, or not yet.
@@ -284,7 +285,16 @@ class Rounds:
             )
         version, group = hello["version"], self.groups.get(name)
         known = version <= self.version and self.id_of(version) == hello["id"]
-        if group is None or group.incarnation != hello["incarnation"]:
+        own = group if group is not None and group.incarnation == hello["incarnation"] else None
+        if own is not None and own.status == "out":
+            raise RefusedError(f"the coordinator has declared group {name} out: {own.why}; start its job again")
+        if hello["joined"] and not known:
+            raise RefusedError(
+                f"group {name} has outer weights of version {version} that are not of this run: the coordinator was "
+                "started with another --folder than before, or the run has gone back to an earlier version; correct "
+                "--folder of tools/coordinate.py, and start the group's job again"
+            )
+        if own is None:
             if group is not None and group.status != "out":
                 if self._is_whole(group):
                     raise RefusedError(
@@ -295,18 +305,11 @@ class Rounds:
             kept = None if group is None or group.slot in taken else group.slot
             slot = min(set(range(len(taken) + 1)) - taken) if kept is None else kept
             self._decide({"join": name, "slot": slot, "incarnation": hello["incarnation"]})
-            group = self.groups[name]
-        elif group.status == "out":
-            raise RefusedError(f"the coordinator has declared group {name} out: {group.why}; start its job again")
-        elif not known and group.status == "member":
-            raise RefusedError(
-                f"group {name} has outer weights of version {version} that are not of this run, which has gone back to "
-                "an earlier version: start the group's job again"
-            )
-        if not group.addresses:
-            group.since = now
-        group.version, group.saves = version if known else None, hello["saves"]
-        group.addresses[rank], group.heard[rank] = hello["address"], now
+            own = self.groups[name]
+        if not own.addresses:
+            own.since = now
+        own.version, own.saves = version if known else None, hello["saves"]
+        own.addresses[rank], own.heard[rank] = hello["address"], now
 
     def disconnect(self, name: str, incarnation: str, rank: int, now: float) -> None:
         """Register that the connection of a rank to the coordinator has ended.

@@ -64,6 +64,7 @@ class Group:
             "version": self.version,
             "id": self.id,
             "saves": self.folder,
+            "joined": self.joined,
             "address": ["host", 1],
         }
 
@@ -504,6 +505,17 @@ def test_groups_with_checkpoints_of_another_run_are_out():
     world.wait(2)
     assert not world.rounds.members
     assert any("group g0 is out: its checkpoint is of an elastic run that is not in" in line for line in world.lines)
+
+
+@pytest.mark.parametrize("other_version", [0, 2])
+def test_group_of_another_run_is_refused_when_it_reconnects_to_a_coordinator_with_another_folder(other_version):
+    stray = Group("g7", "i7", 1, "of another run", RULES)
+    stray.joined = True
+    rounds = Rounds()
+    rounds.commits = [{"id": str(version), "set": [], "merged": 0} for version in range(other_version)]
+    with pytest.raises(RefusedError, match=r"g7 has outer weights of version 1 that are not of this run: .*--folder"):
+        rounds.connect("g7", 0, stray.hello(), 0.0)
+    assert "g7" not in rounds.groups
 
 
 def test_contribution_that_only_its_own_group_holds_is_not_committed():

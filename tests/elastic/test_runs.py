@@ -9,6 +9,7 @@ import re
 import shlex
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,17 +28,17 @@ from megazpp.topology.cluster import Cluster
 pytestmark = pytest.mark.slow
 
 BATCH = 24
-OUTER = (
-    *("--diloco-steps", "5", "--diloco-outer-momentum", "0.6", "--diloco-outer-lr", "0.7", "--eval-iters", "1"),
-    *("--global-batch-size", str(BATCH)),
-)
+OUTER = ("--diloco-steps", "5", "--diloco-outer-momentum", "0.6", "--diloco-outer-lr", "0.7")
+SIZES = ("--eval-iters", "1", "--global-batch-size", str(BATCH))
 
 
 class Site:
     """A coordinator of elastic DiLoCo, and groups that are jobs of `nproc` ranks each."""
 
-    def __init__(self, path: Path, *flags: str, groups: int = 2, nproc: int = 1) -> None:
-        self.path, self.flags, self.groups, self.nproc = path, flags, groups, nproc
+    def __init__(
+        self, path: Path, *flags: str, groups: int = 2, nproc: int = 1, outer: tuple[str, ...] = OUTER
+    ) -> None:
+        self.path, self.flags, self.groups, self.nproc, self.outer = path, flags, groups, nproc, outer
         (path / "home").mkdir()
         self.programs: list[Program] = []
         self.coordinator = self.coordinate("127.0.0.1:0")
@@ -47,7 +48,7 @@ class Site:
     @property
     def common_flags(self) -> tuple[str, ...]:
         rows = str(BATCH // self.groups // self.nproc // 2)  # two micro-batches per step
-        return (*OUTER, "--diloco-replica-groups", str(self.groups), "--micro-batch-size", rows)
+        return (*self.outer, *SIZES, "--diloco-replica-groups", str(self.groups), "--micro-batch-size", rows)
 
     def coordinate(self, address: str, *flags: str) -> Program:
         command = ("tools/coordinate.py", "--folder", str(self.path / "journal"), "--listen", address, *flags)
@@ -85,8 +86,8 @@ def new_site(tmp_path):
     """Return a function that makes a `Site`, whose processes all end with the test."""
     sites: list[Site] = []
 
-    def make(*flags: str, **sizes: int) -> Site:
-        sites.append(Site(tmp_path, *flags, **sizes))
+    def make(*flags: str, **settings: Any) -> Site:
+        sites.append(Site(tmp_path, *flags, **settings))
         return sites[-1]
 
     yield make
@@ -235,7 +236,8 @@ def test_stopped_group_is_not_waited_for_and_its_return_is_refused(new_site):
 
 def test_all_groups_start_again_from_the_newest_checkpoint(tmp_path, new_site):
     folder = str(tmp_path / "saved")
-    site = new_site("--train-iters", "80", "--save", folder, "--load", folder, "--save-interval", "20")
+    flags = ("--train-iters", "80", "--save", folder, "--load", folder, "--save-interval", "20")
+    site = new_site(*flags, outer=OUTER[:2])  # the defaults of the outer optimizer, which its checkpoints state
     a, b = site.start("a"), site.start("b")
     a.wait_until(lambda: "successfully saved" in a.output() + b.output())
     kill(a)

@@ -3,6 +3,7 @@
 import hashlib
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ from helpers.disks import small_disk
 from megazpp.base.address import Address, parse_address
 from megazpp.base.files import DamagedError
 from megazpp.elastic import wire
-from megazpp.elastic.coordinator import Journal, SupersededError
+from megazpp.elastic.coordinator import Journal, Outbox, SupersededError
 from megazpp.elastic.wire import AuthenticatedListener, Channel, WireError, connect, read_secret
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -104,6 +105,32 @@ def test_reflected_frame_is_refused():
     channel.send("x")
     with pytest.raises(WireError, match="MAC"):
         channel.receive()
+
+
+def test_peer_that_does_not_read_delays_no_one_and_gets_the_newest_state():
+    filled = threading.Event()
+
+    def serve(channel: Channel) -> None:
+        outbox = Outbox(channel)
+        sender = threading.Thread(target=outbox.send, daemon=True)
+        sender.start()
+        for number in range(100):
+            outbox.put({"number": number, "filler": "x" * 200_000})  # more than the kernel keeps for a connection
+        outbox.put({"number": 100}, is_last=True)
+        filled.set()
+        sender.join()
+
+    server = AuthenticatedListener(HERE, SECRET, serve)
+    peer = connect(server.address, SECRET, seconds=5)
+    assert filled.wait(5)
+    received = [peer.receive()["number"]]
+    while received[-1] < 100:
+        received.append(peer.receive()["number"])
+    assert received == sorted(received)
+    assert len(received) < 100
+    with pytest.raises(OSError, match="closed"):
+        peer.receive()
+    server.close()
 
 
 def test_silent_peer_is_closed_after_the_handshake_limit(monkeypatch):
