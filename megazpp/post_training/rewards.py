@@ -224,8 +224,11 @@ def _call(
     """
     try:
         found: Any = each.function(**_arguments(each, prompts, completions, completion_ids))
-        rewards = list(asyncio.run(found) if inspect.iscoroutine(found) else found)
-    except Exception as error:
+        found = asyncio.run(found) if inspect.iscoroutine(found) else found
+        if isinstance(found, str | bytes | Mapping):  # their items are characters or keys, which are no rewards
+            raise TypeError(f"it returned a {type(found).__name__}, not a list with one number or None per completion")
+        rewards = list(found)
+    except (Exception, SystemExit) as error:  # a function that calls `sys.exit` would end only this rank
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"reward function {each.name} failed at {_places(prompts)}: {problem}") from error
     if len(rewards) != len(prompts):
@@ -262,16 +265,17 @@ def _number(each: RewardFunction, value: Any, prompt: Prompt) -> float:
     """Return the reward that a reward function gave to a completion of `prompt`; NaN for None.
 
     Raises:
-        ValueError: the reward is not a finite number.
+        ValueError: the reward is not a number, or is beyond the range of fp32.
     """
     if value is None:
         return math.nan
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= torch.finfo(torch.float32).max:  # losses are fp32; NaN is refused as well
         raise ValueError(
-            f"reward function {each.name} gave {value!r:.80}, not a finite number or None, for {prompt.place}"
+            f"reward function {each.name} gave {value!r:.80}, not a finite fp32 number or None, for {prompt.place}: "
+            "correct the function"
         )
     return number

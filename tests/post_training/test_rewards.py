@@ -101,9 +101,15 @@ def test_failing_reward_function_is_named_with_the_sample():
         ),
         (lambda completions: [1 / (len(completions) - 2)], f"failed at {both}: ZeroDivisionError"),
         (lambda **_: [1.0], f"reward function f gave 1 rewards for 2 completions, of {both}"),
-        (lambda **_: [1.0, "x"], "reward function f gave 'x', not a finite number or None, for a.jsonl, line 2"),
-        (lambda **_: [math.nan, 1.0], "reward function f gave nan, not a finite number or None, for a.jsonl, line 1"),
+        (lambda **_: [1.0, "x"], "reward function f gave 'x', not a finite fp32 number or None, for a.jsonl, line 2"),
+        (lambda **_: [1.0, "2.0"], "reward function f gave '2.0', not a finite fp32 number or None"),
+        (lambda **_: [math.nan, 1.0], "reward function f gave nan, not a finite fp32 number"),
+        (lambda **_: [1.0, 1e39], "reward function f gave 1e+39, not a finite fp32 number"),
+        (lambda **_: [1.0, 10**400], "not a finite fp32 number"),
         (lambda **_: 3.0, f"failed at {both}: TypeError"),
+        (lambda **_: "11", f"failed at {both}: TypeError: it returned a str, not a list"),
+        (lambda **_: {1.0: "a", 2.0: "b"}, f"failed at {both}: TypeError: it returned a dict, not a list"),
+        (lambda **_: sys.exit(3), f"failed at {both}: SystemExit: 3"),
     ]
     assert not not_refused(rows, lambda function: judge(named(function), PROMPTS, COMPLETIONS))
 
