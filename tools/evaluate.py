@@ -29,6 +29,7 @@ from megazpp.features import FEATURES
 from megazpp.inference.config import parse_checkpoint_flags
 from megazpp.run.arguments import ParsedRun
 
+PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")  # flags that name the training's data
 COMMON = ("data_path", "text_path", "split", "eval_iters", "micro_batch_size", "seq_length")  # flags that --help lists
 
 
@@ -59,6 +60,7 @@ from megazpp.parallel.roll_call import report_tracebacks
 
 report_tracebacks()  # before the imports below, which may fail on one host
 
+from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.config import Splits
 from megazpp.data.dataset import build_datasets, check_inputs
 from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
@@ -79,11 +81,23 @@ def main(argv: list[str]) -> int:
     return run_on_checkpoint(parse(argv), run, main=main, check=check)
 
 
-def check(config: RunConfig, extra: EvaluateConfig) -> None:
-    """Raise a ValueError if the data cannot be scored, before the checkpoint is loaded."""
+def check(config: RunConfig, extra: EvaluateConfig, record: CheckpointMetadata) -> None:
+    """Raise a ValueError if the data cannot be scored, before the checkpoint is loaded.
+
+    Args:
+        config: the checkpoint's flags, overridden by the command line.
+        extra: flags of this program.
+        record: metadata of the checkpoint.
+    """
     if extra.input is not None:
         check_input(extra.input)
         return
+    objective = record.flags.get("objective")
+    if objective is not None and all(getattr(config.data, name) == tuple(record.flags[name] or ()) for name in PATHS):
+        raise ValueError(
+            f"--load {config.checkpoint.load} was trained with --objective {objective}, whose data this program does "
+            "not score: give a text or a .bin/.idx pair by --input"
+        )
     if config.evaluation.eval_iters == 0:
         raise ValueError("--eval-iters 0 evaluates nothing; give a positive number, or --input")
     check_inputs(config.data, config.tokenizer)

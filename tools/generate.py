@@ -100,6 +100,7 @@ from megazpp.parallel.roll_call import report_tracebacks
 report_tracebacks()  # before the imports below, which may fail on one host
 
 from megazpp.base.program import errors_as
+from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.documents import read_records
 from megazpp.data.tokenizer import Tokenizer, special_tokens_note
@@ -121,7 +122,7 @@ def main(argv: list[str]) -> int:
     return run_on_checkpoint(parse(argv), run, main=main, check=check, spread=False)
 
 
-def check(config: RunConfig, extra: GenerateConfig) -> None:
+def check(config: RunConfig, extra: GenerateConfig, _: CheckpointMetadata) -> None:
     """Raise a ValueError if a prompt cannot be continued, before the checkpoint is loaded. Does not read stdin."""
     given, file = config.section(SampleConfig).sample_prompt, extra.prompt_file
     if config.section(SampleConfig).sample_tokens == 0:

@@ -80,6 +80,18 @@ class CheckpointMetadata:
         """True if the saved model is a reward model, which scores texts with a scalar head."""
         return self.flags.get("objective") == "reward"
 
+    def check_predicts_tokens(self, name: str) -> None:
+        """Raise a ValueError if the saved model is a reward model, whose output layer is missing or not trained.
+
+        Args:
+            name: flag that names the folder of the checkpoint, with its value, for the message.
+        """
+        if self.is_reward_model:
+            raise ValueError(
+                f"{name} is a reward model, which scores texts and cannot predict tokens: give a language model, such "
+                "as the model with which the training of the reward model began"
+            )
+
     @property
     def adds_special_tokens(self) -> bool:
         """The value of --add-special-tokens in the run that wrote the checkpoint."""

@@ -66,7 +66,7 @@ def run_on_checkpoint(
     work: Callable[[Loaded], None],
     *,
     main: Callable[[], int],
-    check: Callable[[RunConfig, Any], None],
+    check: Callable[[RunConfig, Any, CheckpointMetadata], None],
     spread: bool = True,
 ) -> int:
     """Complete the flags from a checkpoint, load the checkpoint's model on all ranks, and run `work` on each rank.
@@ -75,8 +75,8 @@ def run_on_checkpoint(
         parsed: the command line, from `parse_checkpoint_flags`.
         work: function that uses the loaded model; all ranks call it.
         main: entry point of the program, which each worker process runs.
-        check: function (config, extra) that raises a ValueError if flags contradict each other; `extra` is the config
-            of the program's own flags.
+        check: function (config, extra, record) that raises a ValueError if flags contradict each other or do not suit
+            the checkpoint. `extra` is the config of the program's own flags, and `record` the checkpoint's metadata.
         spread: True to shard the model over all GPUs, unless --nproc gives their number. False to use one GPU for each
             tensor-parallel rank, which keeps its complete part of the weights in the compute dtype. On a CPU, both
             start one process for each tensor-parallel rank.
@@ -92,6 +92,7 @@ def run_on_checkpoint(
         raise ValueError("--load is missing: give the folder of the model's checkpoints")
     folder, opener = CheckpointFolder(given.load, "--load"), weight_opener(features, parsed.config.sections)
     source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, opener=opener)
+    record.check_predicts_tokens(folder.name)
     parsed = with_checkpoint_flags(parsed, record, folder)
     parsed.check_needs()
     if parsed.answers():
@@ -103,7 +104,7 @@ def run_on_checkpoint(
     parsed = parsed._replace(config=config)
     problems = Problems()
     with problems:
-        check(config, parsed.extra[0])
+        check(config, parsed.extra[0], record)
     with problems:
         if config.model.num_experts is not None and (ep := config.parallel.expert_model_parallel_size) > 1:
             raise ValueError(

@@ -74,6 +74,8 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     if source is None or earlier is None:
         assert given.load is not None
         raise ValueError(CheckpointFolder(given.load, "--load").without_checkpoint())
+    if post_configs(parsed).training.objective != "reward":
+        earlier.check_predicts_tokens(source.folder.name)
     parsed = parsed._replace(config=dataclasses.replace(parsed.config, checkpoint=given))
     parsed = with_checkpoint_flags(parsed, earlier, source.folder, TAKEN)
     check_same_model(earlier.flags, parsed.config.model, source.folder.path)
@@ -184,6 +186,8 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
         if asked:
             folder, opener = reference_folder(post), adapter_opener(config.sections)
             source, record = find_frozen(folder, post.ref_ckpt_step, opener, scalar_head=False)
+            if post.needs_reference:
+                record.check_predicts_tokens(folder.name)
             check_same_model(record.flags, config.model, source.checkpoint)
             if record.vocab_size != earlier.vocab_size:
                 sizes = f"{record.vocab_size} tokens, but the policy's has {earlier.vocab_size}"

@@ -546,6 +546,24 @@ def test_invalid_flags_are_rejected_before_workers_start(home):
         assert refusal.count("\n") == 1
 
 
+def test_reward_model_is_refused_where_tokens_are_predicted(home):
+    post_train(home, "judge", f"--objective reward --data-path pairs.jsonl --train-iters 1 {LAYOUT}")
+    sft, dpo = "--objective sft --data-path chats.jsonl --load", "--objective dpo --data-path pairs.jsonl --load"
+    for name, flags in (
+        ("generate", "--prompt a --load judge"),
+        ("evaluate", "--input rewards.py --load judge"),
+        ("post_train", f"{sft} judge {COMMON}"),
+        ("post_train", f"{dpo} base --ref-load judge {COMMON}"),
+    ):
+        assert "load judge is a reward model, which scores texts" in tool(home, name, flags, status=2), name
+
+
+def test_evaluation_of_a_post_trained_model_asks_for_input(home):
+    post_train(home, "asks", f"{SFT} --train-iters 1")
+    assert "was trained with --objective sft, whose data" in tool(home, "evaluate", "--load asks", status=2)
+    assert "lm loss PPL" in tool(home, "evaluate", "--load asks --input rewards.py")
+
+
 def test_plan_counts_all_models(home, capsys):
     plan = "--plan --objective ppo --reward-load base --load base --train-data-path prompts.jsonl --train-iters 1"
     layout = "--nproc 4 --micro-batch-size 1 --max-completion-length 8 --weights-device disk --weight-bits 8"
