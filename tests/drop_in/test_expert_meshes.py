@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers.frameworks import Adapted
+from drop_in.test_like_fsdp2 import Adapted
 from helpers.ranks import ranks
 from helpers.tiers import nightly, slow
 from torch import nn

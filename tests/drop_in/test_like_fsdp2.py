@@ -475,22 +475,22 @@ SCENARIOS["aborted in backward, kept"] = lambda mode: aborted(mode, backward=Tru
 
 
 class Adapted(nn.Module):
-    """A frozen bf16 linear layer with a trained fp32 low-rank adapter, as in PEFT."""
+    """A frozen linear layer with a trained fp32 low-rank adapter, as in PEFT."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.base = linear.to(torch.bfloat16).requires_grad_(False)
+        self.base = linear.requires_grad_(False)
         self.a, self.b = nn.Linear(linear.in_features, 3, bias=False), nn.Linear(3, linear.out_features, bias=False)
         nn.init.normal_(self.b.weight, std=0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x.to(torch.bfloat16)).float() + self.b(self.a(x))
+        return self.base(x.to(self.base.weight.dtype)).float() + self.b(self.a(x))
 
 
 def adapt(model: Net) -> None:
     model.requires_grad_(False)
     for block in model.blocks:
-        block.up, block.down = Adapted(block.up), Adapted(block.down)
+        block.up, block.down = Adapted(block.up.to(torch.bfloat16)), Adapted(block.down.to(torch.bfloat16))
     model.heads.requires_grad_(True)
 
 
