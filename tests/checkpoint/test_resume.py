@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.checkpoints import run
+from helpers.checkpoints import Outcome, run
 from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, Case
@@ -64,13 +65,26 @@ SLOW = (
 )
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Callable[[str], tuple[list[Outcome], str]]:
+    """Return a function that runs a case without interruption, once, and returns (outcomes, folder of --save)."""
+
+    @functools.cache
+    def run_case(name: str) -> tuple[list[Outcome], str]:
+        folder = str(tmp_path_factory.mktemp("straight"))
+        save = {"save": folder, "save_interval": 2, "async_save": "async" in name}
+        return ranks(4).run(run, CASES[name], STEPS, **save), folder
+
+    return run_case
+
+
 @pytest.mark.parametrize("name", chosen({name: name for name in CASES}, "differences, bf16", slow=SLOW))
-def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, name):
-    case, save = CASES[name], {"save": str(tmp_path), "save_interval": 2, "async_save": "async" in name}
-    if case.float8 is not None:
+def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(straight, name):
+    if CASES[name].float8 is not None:
         pytest.importorskip("torchao")
-    straight = ranks(4).run(run, case, STEPS, **save)
-    for whole, resumed in zip(straight, ranks(4).run(run, case, STEPS, load=str(tmp_path), ckpt_step=2), strict=True):
+    expected, folder = straight(name)
+    found = ranks(4).run(run, CASES[name], STEPS, load=folder, ckpt_step=2)
+    for whole, resumed in zip(expected, found, strict=True):
         assert (resumed.start.iteration, resumed.steps, resumed.notes) == (2, whole.steps[2:], [])
         assert resumed.state == whole.state
         assert len(resumed.state) > 50
@@ -81,17 +95,16 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path, name):
 @pytest.mark.parametrize(
     "name", ["differences, bf16", "differences, fp16, tp 2, async", "replica groups, messages in flight, async"]
 )
-def test_evaluations_and_async_saves_change_no_result(tmp_path, name):
+def test_evaluations_and_async_saves_change_no_result(straight, tmp_path, name):
     """Compare an uninterrupted run, a run with evaluations and asynchronous saves, and a resume from such a save.
 
     With lossless deltas, an evaluation before the save has sent the weight delta, so the resumed run must not send it
     again. Without evaluation it must.
     """
     case, save = CASES[name], {"save": str(tmp_path), "save_interval": 2, "async_save": True}
-    straight = ranks(4).run(run, case, STEPS)
     evaluated = ranks(4).run(run, case, STEPS, evaluates=True, **save)
     resumed = ranks(4).run(run, case, STEPS, load=str(tmp_path), ckpt_step=2)
-    for expected, through, again in zip(straight, evaluated, resumed, strict=True):
+    for expected, through, again in zip(straight(name)[0], evaluated, resumed, strict=True):
         assert through.steps == expected.steps
         assert (again.steps, again.notes) == (expected.steps[2:], [])
         assert again.state == expected.state

@@ -64,10 +64,10 @@ SETTINGS: dict[str, tuple[int, Case]] = {
     "bf16 sums": (4, Case(zero=zeropp(zero_error_feedback=False, zero_accumulate_in_bf16=True), nodes=2)),
     "one node": (4, Case(zero=ALL)),
     "tp": (8, Case(zero=ALL, nodes=2, tp=2, sequence_parallel=True, model=LLAMA_STYLE, precision=BF16)),
-    "copies": (8, Case(zero=ALL, nodes=2, replicas=2)),
+    "copies": (4, Case(zero=ALL, nodes=2, replicas=2)),
     "lossless": (4, Case(zero=LOSSLESS, nodes=2, precision=BF16)),
     "lossless, no overlap": (4, Case(zero=zeropp(**NO_OVERLAP), nodes=2, precision=BF16)),
-    "lossless, tp": (4, Case(zero=LOSSLESS, nodes=2, tp=2, precision=BF16)),
+    "lossless, tp": (4, Case(zero=LOSSLESS, nodes=2, tp=2, sequence_parallel=True, model=LLAMA_STYLE, precision=BF16)),
     "replica groups": (4, Case(nodes=2, steps=4, diloco=LOCAL_STEPS)),
     "replica groups of nodes": (
         4,
@@ -78,7 +78,11 @@ SETTINGS: dict[str, tuple[int, Case]] = {
 
 @pytest.mark.parametrize(
     "setting",
-    chosen(SETTINGS, "lossless", slow=("qgZ", "classic", "tp", "copies", "lossless, no overlap", "replica groups")),
+    chosen(
+        SETTINGS,
+        "lossless",
+        slow=("qgZ", "classic", "copies", "lossless, no overlap", "lossless, tp", "replica groups"),
+    ),
 )
 def test_streams_have_no_races_and_no_early_memory_reuse(setting):
     world, case = setting
