@@ -229,6 +229,19 @@ def locked(path: Path) -> Iterator[None]:
         yield  # leaving the `with` block closes the file, which releases the lock
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append `line` and a newline to the text file `path`.
+
+    If a crash or a full disk has truncated the file's last line, a newline is written first.
+    """
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(line.encode() + b"\n")
+
+
 def lock_for_this_job(
     path: Path, name: str, *, patience_seconds: float = LOCK_SECONDS, say: Callable[[str], None] | None = None
 ) -> IO[str]:

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from megazpp.base.address import Address
-from megazpp.base.files import DamagedError, lock_for_this_job, write_whole
+from megazpp.base.files import DamagedError, append_line, lock_for_this_job, write_whole
 from megazpp.base.program import errors_as
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record, RefusedError, Rounds
 from megazpp.elastic.wire import AuthenticatedListener, Channel
@@ -64,7 +64,7 @@ class Journal:
         # for all records in the next term.
         self._checksum = 0  # CRC-32 of the records that this term's journal has
         copy = "".join(map(self._line, self.records)).encode()
-        with self._errors_named():
+        with _errors_named(self._path(self.term)):
             write_whole(path, copy)
         self._file = path.open("a")
         self.append([])
@@ -75,7 +75,7 @@ class Journal:
         Raises:
             SupersededError: a journal of a later term exists. The caller must not send these records to any rank.
         """
-        with self._errors_named():
+        with _errors_named(self._path(self.term)):
             for record in records:
                 self._file.write(self._line(record))
             self._file.flush()
@@ -121,18 +121,18 @@ class Journal:
         self._checksum = _checksum_after(self._checksum, record)
         return json.dumps(record | {"checksum": self._checksum}) + "\n"
 
-    def _errors_named(self) -> AbstractContextManager[None]:
-        """Return a context that replaces an OSError of a write by a ValueError with the journal's path and a remedy."""
-        again = "start the coordinator again with the same command: the groups wait for it"
-        remedy = f"free space or repair the disk, and {again}"
-        return errors_as(f"{self._path(self.term)} cannot be written", OSError, remedy=remedy)
-
     def _newest(self) -> int:
         names = (path.stem.removeprefix("journal-") for path in self._folder.glob("journal-*.jsonl"))
         return max((int(name) for name in names if name.isdecimal()), default=0)
 
     def _path(self, term: int) -> Path:
         return self._folder / f"journal-{term}.jsonl"
+
+
+def _errors_named(path: Path) -> AbstractContextManager[None]:
+    """Return a context that replaces an OSError of a write to `path` by a ValueError with the path and a remedy."""
+    again = "start the coordinator again with the same command: the groups wait for it"
+    return errors_as(f"{path} cannot be written", OSError, remedy=f"free space or repair the disk, and {again}")
 
 
 def _checksum_after(checksum: int, record: dict) -> int:
@@ -249,9 +249,9 @@ class Coordinator:
         records, lines, rows = self._rounds.take_news()
         if records:
             self._journal.append([record | {"time": round(time.time(), 3)} for record in records])
-        if rows:
-            with self._rows.open("a") as file:
-                file.writelines(json.dumps(row | {"time": round(time.time(), 3)}) + "\n" for row in rows)
+        for row in rows:
+            with _errors_named(self._rows):
+                append_line(self._rows, json.dumps(row | {"time": round(time.time(), 3)}))
         for line in lines:
             self._say(line)
         if records or now > self._pushed_at + PUSH_SECONDS:

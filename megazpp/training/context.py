@@ -38,7 +38,7 @@ from typing import IO, Any, TextIO
 import torch
 from tqdm import tqdm
 
-from megazpp.base.files import first_free, lock_for_this_job, write_synced, write_whole
+from megazpp.base.files import append_line, first_free, lock_for_this_job, write_synced, write_whole
 from megazpp.base.program import errors_as
 from megazpp.parallel.dims import ParallelDims
 
@@ -212,16 +212,8 @@ class RunFolder:
             self._lock = None
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append `record` as one line of JSON to the file `name` in the run folder.
-
-        If a crash or a full disk has truncated the file's last line, a newline is written first.
-        """
-        with (self.path / name).open("ab+") as file:
-            if file.tell() > 0:
-                file.seek(-1, 2)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
-            file.write(json.dumps(_strict(record), default=str, allow_nan=False).encode() + b"\n")
+        """Append `record` as one line of JSON to the file `name` in the run folder."""
+        append_line(self.path / name, json.dumps(_strict(record), default=str, allow_nan=False))
 
     def write_json(self, name: str, value: Mapping[str, Any], *, indent: int | None = None) -> Path:
         """Write `value` as JSON to the file `name` in the run folder, and return the file's path.

@@ -1,6 +1,8 @@
 """Test the authenticated messages of elastic DiLoCo: hostile peers are refused, and the listener goes on."""
 
 import hashlib
+import json
+import re
 import socket
 import subprocess
 import threading
@@ -13,7 +15,7 @@ from helpers.disks import small_disk
 from megazpp.base.address import Address, parse_address
 from megazpp.base.files import DamagedError
 from megazpp.elastic import wire
-from megazpp.elastic.coordinator import Journal, Outbox, SupersededError
+from megazpp.elastic.coordinator import Coordinator, Journal, Outbox, SupersededError
 from megazpp.elastic.wire import AuthenticatedListener, Channel, WireError, connect, read_secret
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -207,6 +209,21 @@ def test_restart_on_a_full_disk_names_the_journal_and_loses_no_record(tmp_path):
             Journal(disk)
         subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
         assert Journal(disk).records == records
+
+
+def test_rows_follow_a_cut_line_and_a_failed_write_names_the_file(tmp_path):
+    rows = tmp_path / "rounds.jsonl"
+    rows.write_text('{"version": 1, "merg')  # a full disk has cut this row
+    coordinator = Coordinator(tmp_path, HERE, SECRET, say=lambda line: None)
+    with coordinator._lock:
+        coordinator._rounds.news.rows.append({"version": 2})
+        coordinator._advance()
+        assert json.loads(rows.read_text().splitlines()[1])["version"] == 2
+        rows.unlink()
+        rows.mkdir()
+        coordinator._rounds.news.rows.append({"version": 3})
+    assert coordinator.ended.wait(5)
+    assert re.search(r"rounds\.jsonl cannot be written: Is a directory; free .* start the coord", coordinator.why)
 
 
 def test_address_of_another_machine_is_named_with_its_flag():
