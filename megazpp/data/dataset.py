@@ -203,7 +203,8 @@ def build_datasets(
     Returns:
         The three datasets. A dataset is None if the run takes no samples of it, or if there is no data for it.
     Raises:
-        ValueError: flags contradict each other, a file is missing or damaged, or a split has too few tokens.
+        ValueError: flags contradict each other, a file is missing or damaged, a split has too few tokens, or its index
+            does not fit into memory.
     """
     # ---- open the sources of tokens
     require_source(config)
@@ -250,6 +251,11 @@ def build_datasets(
                 if exact or use == "train" or any(paths.values()):
                     raise
                 log(f"note: --split {config.split}: {error}, so there is no {use} data")
+            except MemoryError as error:
+                flag = "--train-iters or --train-samples" if use == "train" else "--eval-iters"
+                raise ValueError(
+                    f"{flag}: the index of {wanted:,} {use} samples does not fit into memory ({error}): lower the value"
+                ) from error
             else:
                 log(f"{use}: {built.description}")
     return Splits(**found)

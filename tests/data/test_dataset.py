@@ -252,6 +252,21 @@ def test_split_that_was_not_typed_may_leave_evaluations_without_data(tmp_path):
             build(tmp_path, train_data_path=(a,), exact=False, **{f"{use}_data_path": (short,)}, **flags)
 
 
+def test_more_samples_than_memory_can_index_are_rejected_with_their_flag(tmp_path):
+    a, b, huge = write(tmp_path / "a"), write(tmp_path / "b"), 10**14
+    rows = [
+        (
+            {"mock_data": True},
+            (huge, 0, 0),
+            "--train-iters or --train-samples: the index of 100,000,000,000,000 train",
+        ),
+        ({"data_path": (a,)}, (huge, 0, 0), "--train-iters or --train-samples"),
+        ({"data_path": (a, b)}, (huge, 0, 0), "--train-iters or --train-samples"),
+        ({"train_data_path": (a,), "valid_data_path": (b,)}, (5, huge, 0), "--eval-iters"),
+    ]
+    assert not not_refused(rows, lambda flags, wanted: build(tmp_path, num_samples=wanted, **flags))
+
+
 def test_unsuitable_vocabulary_size_is_rejected_without_sentencepieces_log():
     # the prefix of SentencePiece's internal errors in versions 0.2.1 and 0.2.3
     for internal in ("Internal", "INTERNAL"):
