@@ -200,13 +200,23 @@ class LossScaler:
         config: flags of loss scaling.
         fp16: True if the model computes in fp16.
     Attributes:
+        is_dynamic: True for a dynamic loss scale, False for a constant one.
         scale: number by which the loss of the current step is multiplied; 1 without loss scaling.
     """
 
     def __init__(self, config: LossScaleConfig, *, fp16: bool) -> None:
-        self._config, self._is_dynamic = config, fp16 and config.loss_scale is None
-        self.scale = config.initial_loss_scale if self._is_dynamic else config.loss_scale or 1.0
+        self._config, self.is_dynamic = config, fp16 and config.loss_scale is None
+        self.scale = config.initial_loss_scale if self.is_dynamic else config.loss_scale or 1.0
         self._growth_tracker, self._hysteresis_tracker = 0, config.hysteresis
+
+    @property
+    def accepts_overflow(self) -> bool:
+        """True if an overflow in the current step is no error, because a dynamic loss scale can still decrease.
+
+        The result is False for a constant loss scale. It is also False if the overflow had to halve the loss scale,
+        which has already reached --min-loss-scale: further steps would overflow and be skipped, too.
+        """
+        return self.is_dynamic and (self.scale > self._config.min_loss_scale or self._hysteresis_tracker > 1)
 
     def update(self, found_inf: bool) -> None:
         """Count a training step, and halve or double a dynamic loss scale if the rule of this class requires it.
@@ -214,7 +224,7 @@ class LossScaler:
         Args:
             found_inf: True if a gradient of the step was NaN or Inf; equal on every rank.
         """
-        if not self._is_dynamic:
+        if not self.is_dynamic:
             return
         if found_inf:
             self._growth_tracker = 0
@@ -233,14 +243,14 @@ class LossScaler:
         # A constant loss scale is saved too. ZeRO++'s error feedback in the checkpoint is multiplied by this scale, and
         # a run that resumes with another scale must convert the error feedback.
         trackers = {"growth_tracker": self._growth_tracker, "hysteresis_tracker": self._hysteresis_tracker}
-        return {"scale": self.scale, **(trackers if self._is_dynamic else {})}
+        return {"scale": self.scale, **(trackers if self.is_dynamic else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the dynamic loss scale and its counters of steps and overflows from a checkpoint.
 
         A checkpoint of a run with a constant loss scale has no counters, which then start as in a new run.
         """
-        if self._is_dynamic:  # a resumed run with a constant loss scale uses its own --loss-scale
+        if self.is_dynamic:  # a resumed run with a constant loss scale uses its own --loss-scale
             self.scale = float(state["scale"])
             self._growth_tracker = int(state.get("growth_tracker", 0))
             self._hysteresis_tracker = int(state.get("hysteresis_tracker", self._config.hysteresis))

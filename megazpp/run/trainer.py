@@ -355,7 +355,7 @@ class Trainer:
             context,
             plan.batches,
             losses,
-            dynamic_scale=config.precision.fp16 and config.loss_scale.loss_scale is None,
+            scaler=scaler,
             verify_interval=config.verify.zero_verify_interval,
             verify=functools.partial(verify_weights, sharding, dims),
             rewind=(lambda: self.checkpoints.rewind().iteration) if rewinds else None,

@@ -5,8 +5,8 @@
     gathered weights differ between ranks   the job ends (--zero-verify-interval, zero/verify.py)
 
 The loss and the gradient norm are already reduced over all ranks, so all ranks make the same decision. With a dynamic
-loss scale, a gradient that is not finite skips the step and lowers the scale. A loss that is not finite still ends the
-job.
+loss scale, a gradient that is not finite skips the step and lowers the scale, as long as that is above
+--min-loss-scale. A loss that is not finite still ends the job.
 
 By default only the first check is active. The optimizer then skips a step that is not finite, on the device. The host
 reads the loss and the norm one step later, before the next update (step.py). Until then, `Evidence` keeps the values
@@ -31,6 +31,7 @@ import torch
 
 from megazpp.base.program import JobError
 from megazpp.optim.clip import GradNorm, grad_norms
+from megazpp.optim.optimizer import LossScaler
 from megazpp.training.batches import BatchPlan
 from megazpp.training.config import FEWEST, WINDOW, AnomalyConfig
 from megazpp.training.context import RunContext
@@ -87,6 +88,7 @@ class StepReport:
         suspects: names of the parameters in the sharding units in which this rank's gradients were not finite before
             their reduction. None with ZeRO stage 0, where FSDP2 offers no gradients of a single rank.
         norms: gradient norm of each parameter, by name.
+        scale: loss scale of the step; 1 without loss scaling.
     """
 
     data_rank: int
@@ -96,6 +98,7 @@ class StepReport:
     losses: Sequence[float] = ()
     suspects: Sequence[str] | None = ()
     norms: Mapping[str, float] = field(default_factory=dict)
+    scale: float = 1.0
 
 
 @dataclass
@@ -108,7 +111,7 @@ class Guard:
         run: process groups, log and run folder.
         plan: batch sizes, from which the samples of an iteration follow.
         history: losses of earlier steps; the guard adds the loss of each step.
-        dynamic_scale: True if the loss scale is dynamic and therefore handles gradients that are not finite.
+        scaler: loss scale. As long as a dynamic loss scale can decrease, a gradient that is not finite is no error.
         verify_interval: number of steps between two calls of `verify`; None for no calls.
         verify: function that compares the gathered weights over ranks, and raises CorruptWeightsError if they differ.
         rewind: function that reloads weights and moments from the last checkpoint, and returns the checkpoint's
@@ -123,7 +126,7 @@ class Guard:
     plan: BatchPlan
     history: LossHistory
     _: KW_ONLY
-    dynamic_scale: bool
+    scaler: LossScaler
     verify_interval: int | None = None
     verify: Callable[[], None] = lambda: None
     rewind: Callable[[], int] | None = None
@@ -149,7 +152,7 @@ class Guard:
         loss scale require the decision before the update.
         """
         config = self.config
-        others = config.loss_spike_sigma is not None or self.verify_interval is not None or self.dynamic_scale
+        others = config.loss_spike_sigma is not None or self.verify_interval is not None or self.scaler.is_dynamic
         return config.check_for_nan_in_loss_and_grad and not others
 
     def evidence(self, local_losses: torch.Tensor, norm: GradNorm) -> Evidence:
@@ -177,15 +180,15 @@ class Guard:
         """
         if self.verify_interval and iteration % self.verify_interval == 0:
             self.verify()  # verify the weights first, because corrupt weights would also explain a bad loss
-        finite = math.isfinite(loss) and (math.isfinite(norm) or self.dynamic_scale)
+        finite = math.isfinite(loss) and (math.isfinite(norm) or self.scaler.accepts_overflow)
         if not self.config.check_for_nan_in_loss_and_grad or finite:
             return math.isfinite(norm) and not self._is_spike(iteration, loss)
         if self._failure is None:
             dims, own = self.run.dims, evidence.own
             suspects = None if own is None else [name for name, total in own.items() if not total.isfinite()]
             norms = grad_norms(evidence.norm, dims.tp, dims.shard)
-            losses = evidence.losses.tolist()
-            self._failure = StepReport(dims.data_rank, iteration, loss, norm, losses, suspects, norms)
+            losses, scale = evidence.losses.tolist(), evidence.norm.divisor
+            self._failure = StepReport(dims.data_rank, iteration, loss, norm, losses, suspects, norms, scale)
         if not self.has_replica_groups:
             self._end_job()
         return False
@@ -312,9 +315,10 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
         micro_batch_size: samples per micro-batch.
     """
     assert first.iteration is not None
+    scaled = "" if first.scale == 1.0 else f" at the loss scale {first.scale:g} (see --loss-scale, --min-loss-scale)"
     lines = [
-        f"iteration {first.iteration}: loss {first.loss:g}, gradient norm {first.norm:g}; the job ends before the "
-        f"update, with the weights of iteration {first.iteration - 1}"
+        f"iteration {first.iteration}: loss {first.loss:g}, gradient norm {first.norm:g}{scaled}; the job ends before "
+        f"the update, with the weights of iteration {first.iteration - 1}"
     ]
     # ---- the micro-batches whose loss is not finite, with their samples
     data_size = 1 + max(each.data_rank for each in reports)

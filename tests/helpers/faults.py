@@ -30,7 +30,7 @@ def guarded(step: TrainStep, case: Case, folder: Path | None, *, waits: bool = F
     plan = plan_batches(batches, data_parallel_size=step.dims.data_size)
     run, _ = context(step.dims, folder)
     config = AnomalyConfig(loss_spike_sigma=1e6 if waits else None)
-    step.guard = Guard(config, step.sharding, run, plan, LossHistory(), **{"dynamic_scale": False, **settings})
+    step.guard = Guard(config, step.sharding, run, plan, LossHistory(), **{"scaler": step.scaler, **settings})
 
 
 def launch(step: TrainStep, case: Case, index: int) -> LaunchedStep:

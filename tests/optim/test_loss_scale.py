@@ -34,6 +34,16 @@ def test_dynamic_scale_follows_megatrons_rule():
     assert scales("..x...") == [16, 16, 16, 16, 16, 16, 32]
 
 
+def test_overflow_is_an_error_once_the_scale_cannot_decrease():
+    """The scale falls from 16 to the minimum of 2 in four overflows, so the next one has to end the run."""
+    scaler, accepted = LossScaler(CONFIG, fp16=True), []
+    for _ in range(6):
+        accepted.append(scaler.accepts_overflow)
+        scaler.update(True)
+    assert accepted == [True, True, True, True, False, False]
+    assert not LossScaler(LossScaleConfig(loss_scale=8.0), fp16=True).accepts_overflow
+
+
 def test_restored_scale_continues_unchanged():
     outcomes = "..xx....x..x...xx."
     for cut in range(len(outcomes)):

@@ -22,6 +22,8 @@ from helpers.tiers import chosen, slow
 from helpers.training import Case, build_step
 
 from megazpp.optim.clip import GradNorm
+from megazpp.optim.config import LossScaleConfig
+from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.axis import MeshAxis
 from megazpp.training.anomalies import Guard, LossHistory, NotFiniteError, StepReport, describe
 from megazpp.training.batches import BatchConfig, plan_batches
@@ -30,6 +32,10 @@ from megazpp.zero.config import ZeroConfig
 
 NAN, INF = float("nan"), float("inf")
 ZEROPP = ZeroConfig(zeropp=True)
+
+
+def scaler(*, fp16: bool = True, **flags: float) -> LossScaler:
+    return LossScaler(LossScaleConfig(**flags), fp16=fp16)
 
 
 class Watched:
@@ -45,7 +51,7 @@ class Watched:
         run, self.said = context(SimpleNamespace(world=rank, tp=rank, shard=rank, data_rank=0))
         config = AnomalyConfig(loss_spike_sigma=sigma, check_for_nan_in_loss_and_grad=check)
         plan = plan_batches(BatchConfig(micro_batch_size=1, train_iters=200), data_parallel_size=1)
-        self.guard = Guard(config, self.sharding, run, plan, self.history, **{"dynamic_scale": False, **settings})
+        self.guard = Guard(config, self.sharding, run, plan, self.history, **{"scaler": scaler(fp16=False), **settings})
 
     def takes(self, *losses: float, norm: float = 1.0) -> list[bool]:
         """Pass one step per loss to the guard.
@@ -64,10 +70,12 @@ class Watched:
 def test_non_finite_loss_or_gradient_ends_the_job_or_skips_the_step():
     """Test which non-finite numbers end the job.
 
-    With a dynamic loss scale, an infinite or NaN gradient only skips the step, but a NaN or infinite loss still ends
-    the job. Without --check-for-nan-in-loss-and-grad, both skip the step.
+    With a dynamic loss scale that can decrease, an infinite or NaN gradient only skips the step, but a NaN or infinite
+    loss still ends the job. Without --check-for-nan-in-loss-and-grad, both skip the step.
     """
-    dynamic, unchecked = {"dynamic_scale": True}, {"check": False}
+    dynamic, unchecked = {"scaler": scaler()}, {"check": False}
+    lowest, tolerant = ({"scaler": scaler(initial_loss_scale=1.0, hysteresis=h)} for h in (1, 2))
+    constant = {"scaler": scaler(loss_scale=8.0)}
     for settings, loss, norm, expected in (
         ({}, 1.0, 1.0, [True]),
         ({}, NAN, 1.0, "iteration 1"),
@@ -77,6 +85,9 @@ def test_non_finite_loss_or_gradient_ends_the_job_or_skips_the_step():
         (dynamic, 1.0, INF, [False]),
         (dynamic, 1.0, NAN, [False]),
         (dynamic, NAN, NAN, "iteration 1"),
+        (lowest, 1.0, INF, "iteration 1"),
+        (tolerant, 1.0, INF, [False]),
+        (constant, 1.0, INF, "iteration 1"),
         (unchecked, 1.0, NAN, [False]),
         (unchecked, NAN, NAN, [False]),
         (unchecked, 1.0, 1.0, [True]),
@@ -91,7 +102,7 @@ def test_non_finite_loss_or_gradient_ends_the_job_or_skips_the_step():
 
 
 def test_guard_can_wait_a_step_if_it_only_checks_for_finite_values():
-    for settings in ({}, {"sigma": 6.0}, {"verify_interval": 3}, {"dynamic_scale": True}, {"check": False}):
+    for settings in ({}, {"sigma": 6.0}, {"verify_interval": 3}, {"scaler": scaler()}, {"check": False}):
         assert Watched(**settings).guard.can_wait == (settings == {}), settings
 
 
@@ -307,3 +318,12 @@ def test_long_report_is_truncated_and_counts_the_rest():
     assert len(lines) == 1 + 8 + 8 + 1
     assert lines[9] == "p0: the norm of the gradient is inf, every rank's own gradient was finite"
     assert lines[-1] == "and 6 more"
+
+
+def test_report_names_the_loss_scale_of_the_step():
+    for scale, expected in (
+        (1.0, "norm inf; the job ends"),
+        (512.0, "norm inf at the loss scale 512 (see --loss-scale"),
+    ):
+        report = StepReport(0, 5, 1.0, INF, [1.0], [], {}, scale)
+        assert expected in describe(report, [report], first_sample=0, micro_batch_size=1)
