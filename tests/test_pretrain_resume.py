@@ -116,6 +116,16 @@ def test_run_of_steps_resumes_with_another_batch_size(start, first, then):
     assert [row["learning_rate"] for row in rows] == pytest.approx([1e-2 * (1 - step / 40) for step in range(40)])
 
 
+def test_consumed_tokens_count_each_sample_with_its_own_length(start):
+    """The three parts of the run have 4 steps of 4 samples each, with 16, 32 and 8 tokens per sample."""
+    length, found = "--train-iters 12 --nproc 1 --micro-batch-size 4", []
+    for size, stop in ((16, 4), (32, 8), (8, 12)):
+        run = start(f"{length} --seq-length {size} --exit-interval {stop}")
+        found += [row["consumed_tokens"] for row in run.metrics]
+    tokens = [4 * size for size in (16, 32, 8) for _ in range(4)]
+    assert found == np.cumsum(tokens).tolist()
+
+
 def notes_of(run: Run) -> list[str]:
     """Return the run's notes about changes since its checkpoint, without "note: " and the checkpoint's name."""
     where = " in saved/iter_0000002: "

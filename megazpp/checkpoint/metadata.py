@@ -134,8 +134,9 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
         *wrong_types(GPTConfig, record.flags),
         *wrong_types(Schedule, record.schedule),
     ]
-    numbers = record.progress._replace(stop_reason=None)._asdict().items() if not problems else ()
-    problems += [f"{name} is {shown(x)}" for name, x in numbers if x is not None and not 0 <= x <= MOST]
+    numbers = [(name, x) for name, x in record.progress._asdict().items() if name != "stop_reason" and not problems]
+    lowest = {"token_offset": -MOST}  # this number is negative after a resume with a longer --seq-length
+    problems += [f"{name} is {shown(x)}" for name, x in numbers if not lowest.get(name, 0) <= x <= MOST]
     if problems:
         raise DamagedError(f"{path}: {'; '.join(problems)}; the checkpoint is damaged, so use another one")
     named = iteration_of(checkpoint)

@@ -372,7 +372,11 @@ class CheckpointReader:
         position = progress.scheduled_samples * schedule_ratio(record, self._own)
         if not source.optimizer:  # as in Megatron-LM, a run with new moments starts its schedule from the beginning
             position = Fraction(0)
-        progress = progress._replace(scheduled_samples=math.floor(position))
+        # ---- if --seq-length has changed, keep the number of consumed tokens
+        length = self._own.flags.get("seq_length") or 0
+        longer_by = (record.flags.get("seq_length") or length) - length
+        offset = progress.token_offset + progress.consumed_samples * longer_by
+        progress = progress._replace(scheduled_samples=math.floor(position), token_offset=offset)
         return Resumed(progress, schedule, path)
 
     def _check(self, source: LoadSource, record: CheckpointMetadata, schedule: Schedule, checkpoint: Path) -> Schedule:

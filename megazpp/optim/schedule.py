@@ -30,6 +30,8 @@ class TrainingProgress(NamedTuple):
         micro_batches: number of micro-batches that one rank has processed in all steps.
         stop_reason: reason why the training loop ended before its last iteration, for the log; None if it reached its
             last iteration or still runs.
+        token_offset: number of tokens in these samples minus `consumed_samples` x --seq-length. It is not 0 if an
+            earlier part of the run had another --seq-length.
     """
 
     iteration: int = 0
@@ -37,6 +39,7 @@ class TrainingProgress(NamedTuple):
     scheduled_samples: int = 0
     micro_batches: int = 0
     stop_reason: str | None = None
+    token_offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

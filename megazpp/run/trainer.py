@@ -464,6 +464,7 @@ class Trainer:
         if checkpoint is not None and (checkpoint.source.continues or not self.parts.has_weights):
             with user_errors():
                 start = self.checkpoints.load(checkpoint, run.plan.schedule)
+        self.recorder.meter.token_offset = start.progress.token_offset
         # A restarted job continues its earlier records even if it had stopped before its first checkpoint.
         restarted = run.worker.restarts > 0 or (run.config.checkpoint.load and not run.config.checkpoint.finetune)
         if start.progress.iteration > 0 or restarted:

@@ -124,7 +124,9 @@ class IntervalRecord:
         self.nan = sum(not math.isfinite(step.loss) for step in steps)
         self.synchronizations = len(by_name.get(INNER_LOSS, ()))
         self.tokens = sum(map(meter.tokens_of, steps))
-        self.consumed_tokens = self.last.consumed_samples * meter.seq_length if meter.whole_samples else None
+        self.consumed_tokens: int | None = None
+        if meter.whole_samples:
+            self.consumed_tokens = self.last.consumed_samples * meter.seq_length + meter.token_offset
         self.sent_bytes = {wire: total // len(steps) for wire, total in sent_bytes.items()}
         self.peak_memory_bytes = peak_memory_bytes
         # ---- speed in the interval, and remaining time of the run
@@ -235,6 +237,7 @@ class Meter:
         whole_samples: True if every sample has `seq_length` tokens. False: each step record has its number of tokens.
             The log then has no `consumed_tokens`, because the tokens before a resume are not known.
         peak_flops: peak FLOP/s of one rank's device. None if unknown; no MFU is reported then.
+        token_offset: `TrainingProgress.token_offset` of the run, which is set when a checkpoint is loaded.
     Attributes:
         count: number of steps since the start of this process.
         micro_batches: number of micro-batches per rank in all these steps together.
@@ -249,6 +252,7 @@ class Meter:
     flops_per_token: int
     whole_samples: bool = True
     peak_flops: float | None = None
+    token_offset: int = 0
 
     def __post_init__(self) -> None:
         self.count, self.micro_batches, self._tokens = 0, 0, 0

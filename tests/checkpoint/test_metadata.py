@@ -42,7 +42,7 @@ def write(folder: Path, **values: Any) -> None:
 
 
 def test_record_round_trips_and_another_format_is_refused(tmp_path):
-    progress = TrainingProgress(iteration=3, consumed_samples=5)
+    progress = TrainingProgress(iteration=3, consumed_samples=5, token_offset=-7)
     record = dataclasses.replace(RECORD, progress=progress, scaler={"scale": 2.0**16})
     (tmp_path / NAME).write_text(record.as_json())
     assert read_record(tmp_path) == record
@@ -68,6 +68,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"progress": {"iteration": -1}}, ": iteration is -1"),
     ({"progress": {"iteration": 7, "consumed_samples": 10**40}}, ": consumed_samples is 1000"),
     ({"progress": {"iteration": 7, "micro_batches": -(10**18)}}, ": micro_batches is -1000"),
+    ({"progress": {"iteration": 7, "token_offset": -(10**19)}}, ": token_offset is -1000"),
     ({"progress": []}, " cannot be read"),
     ({"schedule": {}}, " cannot be read"),
     ({"schedule": None}, " cannot be read"),
