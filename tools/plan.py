@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
     config = parsed.config
     say_notices(parsed.notices)
     path = config.cluster.cluster_file
-    if path is None or config.tokenizer.vocab_size is None:
+    if path is None or config.tokenizer.known_vocab_size is None:
         raise ValueError("plan.py requires --cluster-file and --vocab-size: add them to the flags")
     if config.batches.micro_batch_size is None:
         raise ValueError("--micro-batch-size is required, because all cluster sizes use the same micro-batch size")

@@ -146,7 +146,7 @@ def show_plan(parsed: ParsedRun, vocab_size: int) -> None:
         vocab_size: size of the checkpoint's vocabulary, used if no flag gives one.
     """
     config, configs, cluster = parsed.config, post_configs(parsed), planned_cluster(parsed.config)
-    config = changed(config, tokenizer={"vocab_size": config.tokenizer.vocab_size or vocab_size})
+    config = changed(config, tokenizer={"vocab_size": config.tokenizer.known_vocab_size or vocab_size})
     plan = plan_run(config, cluster, device_type=device_type())
     on_cpu = cluster.device is None and device_type() == "cpu"
     print(parsed.notes() + "\n".join(describe_phases(plan_models(config, configs, plan, on_cpu=on_cpu))))

@@ -82,6 +82,11 @@ class TokenizerConfig(Config):
             check_at_most(self, name, MOST_TOKENS, "the number of 32-bit token ids")
 
     @property
+    def known_vocab_size(self) -> int | None:
+        """Number of tokens of the model's vocabulary that the flags give; None if only the tokenizer's files tell."""
+        return self.model_vocab_size or self.vocab_size
+
+    @property
     def kind(self) -> str | None:
         """The tokenizer's type: --tokenizer-type, or the type that suits the files; None if the flags name no files."""
         if self.tokenizer_type is not None:

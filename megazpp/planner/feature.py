@@ -34,7 +34,7 @@ class Planner(Feature):
         from megazpp.planner.estimate import Estimator
         from megazpp.planner.variants import changed
 
-        size = config.tokenizer.vocab_size or config.tokenizer.model_vocab_size or ASSUMED_VOCABULARY
+        size = config.tokenizer.known_vocab_size or ASSUMED_VOCABULARY
         config = changed(config, tokenizer={"vocab_size": size})
         return Estimator(cluster, device_type=device_type).choose_weight_delta(config, gigabytes=gigabytes)
 

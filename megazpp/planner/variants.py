@@ -63,7 +63,9 @@ def changed(config: RunConfig, **parts: dict[str, Any]) -> RunConfig:
 
 
 def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
-    """Return a run's flags for an estimate, which reads no data: with --mock-data if the flags name no data.
+    """Return a run's flags for an estimate, which reads neither data nor tokenizer.
+
+    The result has --mock-data if the flags name no data, and its --vocab-size is the size of the model's vocabulary.
 
     Args:
         config: flags of the run.
@@ -72,11 +74,12 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
     Raises:
         ValueError: --vocab-size is missing.
     """
-    if config.tokenizer.vocab_size is None:
+    size = config.tokenizer.known_vocab_size
+    if size is None:
         raise ValueError(f"{asked_by} needs --vocab-size, because it does not read the tokenizer: add the flag")
     data = config.data
     named = data.mock_data or data.data_path or data.text_path or data.train_data_path
-    return config if named else changed(config, data={"mock_data": True})
+    return changed(config, data={} if named else {"mock_data": True}, tokenizer={"vocab_size": size})
 
 
 def as_one_job(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]:

@@ -8,7 +8,7 @@ from helpers.small_run import parse
 from helpers.tiers import slow
 
 from megazpp.planner.estimate import Estimator
-from megazpp.planner.variants import Choice, search, with_recompute
+from megazpp.planner.variants import Choice, for_planning, search, with_recompute
 from megazpp.topology.cluster import Cluster, Device, Host, Link, Links
 
 SLOW = Links(domain=Link(100.0), network=Link(0.1))
@@ -148,3 +148,11 @@ def test_with_recompute_drops_the_method_without_recomputation():
     full = parse(f"@configs/gpt_tiny.args {flags}").config
     assert with_recompute(full, None).model.recompute_method is None
     assert with_recompute(full, "full") == full
+
+
+@pytest.mark.parametrize(
+    "flags", ["--model-vocab-size 1000", "--model-vocab-size 1000 --vocab-size 500", "--vocab-size 1000"]
+)
+def test_estimates_have_the_vocabulary_of_the_model(flags):
+    config = parse(f"--num-layers 1 --hidden-size 16 --num-attention-heads 1 --data-path a {flags}").config
+    assert for_planning(config, "--plan").tokenizer.vocab_size == 1000
