@@ -139,6 +139,8 @@ def find_checkpoint(parsed: ParsedRun) -> tuple[ParsedRun, LoadSource | None, Ch
     flags = own_checkpoints(given, parsed.config.tracking, restarted=restarted)
     source = choose_source(flags, restarted=restarted, opener=weight_opener(FEATURES, parsed.config.sections))
     earlier = peek(source)
+    if source is not None and earlier is not None and source.continues:
+        earlier.check_same_objective(None, source.folder.name)
     parsed = with_checkpoint_args(parsed, earlier)
     if source is not None and earlier is not None:
         check_same_model(earlier.flags, parsed.config.model, source.folder.path)

@@ -80,6 +80,24 @@ class CheckpointMetadata:
         """True if the saved model is a reward model, which scores texts with a scalar head."""
         return self.flags.get("objective") == "reward"
 
+    def check_same_objective(self, objective: str | None, name: str) -> None:
+        """Raise a ValueError if a run that would resume this checkpoint trains with another objective.
+
+        The states of the optimizer and the iteration number belong to one objective.
+
+        Args:
+            objective: value of the run's --objective; None for pretraining.
+            name: flag that names the folder of the checkpoint, with its value, for the message.
+        """
+        saved = self.flags.get("objective")
+        if saved != objective:
+            theirs, own = (f"--objective {each}" if each else "pretraining" for each in (saved, objective))
+            anew = "another folder by --save" + ("" if objective else " and --finetune")
+            raise ValueError(
+                f"{name} has checkpoints of a run of {theirs}, which {own} cannot resume: to start a new run with "
+                f"their weights, give {anew}"
+            )
+
     def check_predicts_tokens(self, name: str) -> None:
         """Raise a ValueError if the saved model is a reward model, whose output layer is missing or not trained.
 

@@ -74,7 +74,10 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     if source is None or earlier is None:
         assert given.load is not None
         raise ValueError(CheckpointFolder(given.load, "--load").without_checkpoint())
-    if post_configs(parsed).training.objective != "reward":
+    objective = post_configs(parsed).training.objective
+    if source.continues:
+        earlier.check_same_objective(objective, source.folder.name)
+    if objective != "reward":
         earlier.check_predicts_tokens(source.folder.name)
     parsed = parsed._replace(config=dataclasses.replace(parsed.config, checkpoint=given))
     parsed = with_checkpoint_flags(parsed, earlier, source.folder, TAKEN)

@@ -558,10 +558,26 @@ def test_reward_model_is_refused_where_tokens_are_predicted(home):
         assert "load judge is a reward model, which scores texts" in tool(home, name, flags, status=2), name
 
 
-def test_evaluation_of_a_post_trained_model_asks_for_input(home):
-    post_train(home, "asks", f"{SFT} --train-iters 1")
-    assert "was trained with --objective sft, whose data" in tool(home, "evaluate", "--load asks", status=2)
-    assert "lm loss PPL" in tool(home, "evaluate", "--load asks --input rewards.py")
+@pytest.fixture(scope="module")
+def first(home) -> None:
+    """Make the folder `first` with the checkpoint of a supervised run of one step."""
+    post_train(home, "first", f"{SFT} --train-iters 1")
+
+
+def test_run_is_resumed_only_with_its_own_objective(home, first):
+    theirs = "first has checkpoints of a run of --objective sft, which"
+    for load in ("first", "base"):  # the second command looks like a job that was queued again
+        flags = f"{DPO} --train-iters 1 {COMMON} --load {load} --save first"
+        assert f"{theirs} --objective dpo cannot resume" in tool(home, "post_train", flags, status=2)
+    pretrained = f"{MODEL} --load first --save first --use-checkpoint-args".replace("--save base", "")
+    assert f"{theirs} pretraining cannot resume" in tool(home, "../pretrain_gpt", pretrained, status=2)
+    own = f"{SFT} --train-iters 1 {COMMON} --load base --save base"
+    assert "a run of pretraining, which --objective sft cannot" in tool(home, "post_train", own, status=2)
+
+
+def test_evaluation_of_a_post_trained_model_asks_for_input(home, first):
+    assert "was trained with --objective sft, whose data" in tool(home, "evaluate", "--load first", status=2)
+    assert "lm loss PPL" in tool(home, "evaluate", "--load first --input rewards.py")
 
 
 def test_plan_counts_all_models(home, capsys):
@@ -589,8 +605,8 @@ def start(home: Path, flags: str, *, restarted: bool = False) -> tuple[ParsedRun
     return find_start(parsed, restarted=restarted)[:2]
 
 
-def test_restarted_job_resumes_its_own_save_or_starts_from_weights(home):
-    sources = [start(home, f"--objective sft --save {home}/{x}", restarted=True)[1] for x in ("never-saved", "base")]
+def test_restarted_job_resumes_its_own_save_or_starts_from_weights(home, first):
+    sources = [start(home, f"--objective sft --save {home}/{x}", restarted=True)[1] for x in ("never-saved", "first")]
     assert [(source.continues, source.optimizer) for source in sources] == [(False, False), (True, True)]
 
 
