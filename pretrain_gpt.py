@@ -16,8 +16,7 @@ from typing import Any
 
 from megazpp.base.program import begin
 
-if __name__ == "__main__":
-    begin()  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.files import HOME
 from megazpp.base.program import LAUNCHER_PID, announce, answer_flags
@@ -30,9 +29,9 @@ def parse(argv: list[str]) -> ParsedRun:
     return parse_run_config(argv, HOME, features=FEATURES)
 
 
-if __name__ == "__main__":  # wrong flags end the program here, before the imports below, which take seconds
-    answer_flags(parse, ParsedRun.answers)
-    announce("pretrain_gpt.py", "megazpp")
+# Wrong flags end the program here, before the imports below, which take seconds.
+answer_flags(__name__, parse, ParsedRun.answers)
+announce(__name__)
 
 from megazpp.parallel.roll_call import report_tracebacks
 

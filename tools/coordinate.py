@@ -18,8 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-if __name__ == "__main__":
-    begin()  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.address import is_loopback, parse_address
 from megazpp.base.program import flags_of, lasting_output, program

@@ -32,8 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-if __name__ == "__main__":
-    begin()  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.flags import flag
 from megazpp.base.program import answer_flags
@@ -92,8 +91,7 @@ def parse(argv: list[str]) -> ParsedRun:
     )
 
 
-if __name__ == "__main__":
-    answer_flags(parse)  # before the imports below, which take seconds
+answer_flags(__name__, parse)  # before the imports below, which take seconds
 
 from megazpp.parallel.roll_call import report_tracebacks
 

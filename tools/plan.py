@@ -19,8 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-if __name__ == "__main__":
-    begin()  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.program import answer_flags, flags_of, program, say_notices
 from megazpp.features import FEATURES
@@ -42,8 +41,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, ParsedRun]:
     return args, parse_run_config(run_flags, ROOT, features=FEATURES, program="plan.py")
 
 
-if __name__ == "__main__":
-    answer_flags(parse)  # before the imports below, which take seconds
+answer_flags(__name__, parse)  # before the imports below, which take seconds
 
 from megazpp.parallel.launch import device_type
 from megazpp.planner.estimate import Estimate, Estimator

@@ -23,8 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-if __name__ == "__main__":
-    begin()  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.program import LAUNCHER_PID, announce, answer_flags
 from megazpp.features import FEATURES
@@ -49,9 +48,8 @@ def parse(argv: list[str]) -> ParsedRun:
     )
 
 
-if __name__ == "__main__":  # before the imports below, which take seconds
-    answer_flags(parse)
-    announce("post_train.py", "megazpp-post-train")
+answer_flags(__name__, parse)  # before the imports below, which take seconds
+announce(__name__)
 
 from megazpp.parallel.roll_call import report_tracebacks
 

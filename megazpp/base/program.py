@@ -1,7 +1,6 @@
 """Functions that all programs share: entry point, flags, exit codes, error messages, and text output.
 
-    if __name__ == "__main__":
-        begin()  # before slow imports
+    begin(__name__)  # before slow imports
 
     @program
     def main(argv: list[str]) -> int | None: ...
@@ -139,13 +138,19 @@ def flags_of(description: str | None) -> argparse.ArgumentParser:
 # ---- start and end of a program -----------------------------------------------------------------------------------
 
 
-def begin() -> None:
+def begin(module: str) -> None:
     """Prepare this process for the slow imports of a program; the program calls this before the imports.
 
     Until the entry point of `program` runs, Ctrl-C ends the process with one line and no traceback. torch's C++ parts
     print only errors. Their warnings about a lost connection have dozens of C++ frames, which would hide the line that
     names the lost host. A value of TORCH_CPP_LOG_LEVEL that the user has set is kept.
+
+    Args:
+        module: `__name__` of the program's module. Unless it is "__main__", another file has imported the program, and
+            nothing happens.
     """
+    if module != "__main__":
+        return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
         signal.signal(signal.SIGINT, _leave_on_ctrl_c)
@@ -195,25 +200,30 @@ def leaving_on_ctrl_c() -> Iterator[None]:
         os.close(writes)  # ends the thread
 
 
-def announce(*names: str) -> None:
+def announce(module: str) -> None:
     """Print on a terminal that the program starts, because the following import of torch takes seconds.
 
     Nothing is printed in a worker, and on other ranks than rank 0.
 
     Args:
-        *names: file names of the running script for which the line is printed.
+        module: `__name__` of the program's module. Unless it is "__main__", another file has imported the program, and
+            nothing is printed.
     """
-    if Path(sys.argv[0]).name in names and launched_rank() == 0 and LAUNCHER_PID not in os.environ:
+    if module == "__main__" and launched_rank() == 0 and LAUNCHER_PID not in os.environ:
         say_at_terminal(f"MegaZ++ {megazpp.__version__} starts: importing torch")
 
 
-def answer_flags(parse: Callable[[list[str]], T], answers: Callable[[T], bool] = lambda parsed: False) -> None:
+def answer_flags(
+    module: str, parse: Callable[[list[str]], T], answers: Callable[[T], bool] = lambda parsed: False
+) -> None:
     """End the program at once if its flags are wrong or ask only for information, such as --help.
 
     A program calls this before imports that take seconds. Ranks of a job and launching processes with --nnodes skip
     this check, because `main` makes the same check and also reports the error to the other hosts.
 
     Args:
+        module: `__name__` of the program's module. Unless it is "__main__", another file has imported the program, and
+            nothing happens.
         parse: function that parses the arguments without the program name. It raises ValueError or OSError if they are
             wrong.
         answers: function that gets the result of `parse`. If flags ask for information instead of the program's work,
@@ -231,7 +241,7 @@ def answer_flags(parse: Callable[[list[str]], T], answers: Callable[[T], bool] =
         if answers(parse(argv)):
             raise SystemExit(0)
 
-    if not is_one_of_many and (status := run()):
+    if module == "__main__" and not is_one_of_many and (status := run()):
         raise SystemExit(status)
 
 

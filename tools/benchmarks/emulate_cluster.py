@@ -36,8 +36,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-if __name__ == "__main__":
-    begin()  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.program import EXIT_USER_ERROR, MEGA, UserError, end_with, exit_on_signals, flags_of, program
 from megazpp.parallel.hosts import POLL_SECONDS

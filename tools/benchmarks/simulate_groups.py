@@ -23,8 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-if __name__ == "__main__":
-    begin()  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 import torch
 from compare_wire_formats import mean_and_error
