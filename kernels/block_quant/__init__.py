@@ -7,7 +7,8 @@ row: which elements are quantized in blocks, which are copied unquantized, and w
 Data and messages may be strided views with a contiguous last dim and up to two leading dims. Permuted strides express
 the reordering of two-hop collectives without copies, from [N, L, n] to [L, N, M] with N nodes of L ranks. Data may
 start at any element; starts and strides that are multiples of 16 bytes are faster on CUDA. Bytes of a message that
-belong to no segment are not written.
+belong to no segment are not written. The functions assert that shapes, dtypes, strides and devices of their arguments
+match.
 
 Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton` (for CUDA tensors) and `reference`
 (plain torch, which also serves CPUs without a C compiler). C is 3 to 11 times as fast as the reference (one thread of
@@ -66,9 +67,6 @@ def pack(
             contains this message's rounding errors anyway.
     Errors:
         |x - dequantized| <= |scale| / 2 (1 + 2^-15), except for elements that a format with `clip` clips.
-    Raises:
-        ValueError: the shape, dtype, strides or device of an argument does not match the others, or both errors and
-            base are given.
     Source: ZeRO++ sections 3.1 and 3.3 (qwZ, qgZ). Rounding is half to even.
     """
     # ---- on CUDA, repeat an earlier launch with equal shapes, strides and dtypes without checking the arguments again
@@ -83,25 +81,14 @@ def pack(
     lead = x.shape[:-1]
     _check_messages("messages", messages, lead, table, x.device)
     if errors is not None:
-        if errors.table is not table.of_errors:
-            raise ValueError(
-                f"errors stores quantization errors of messages with another layout than {table.layout}: create errors"
-                " by Feedback.zeros with the table that is passed to pack"
-            )
-        if base is not None:
-            raise ValueError(
-                "pack got both errors and base: pass one of them, because the next delta from a base contains this"
-                " message's rounding errors anyway"
-            )
+        assert errors.table is table.of_errors, f"errors belongs to messages with another layout than {table.layout}"
+        assert base is None, "pack got both errors and base: the next delta from a base contains the rounding errors"
         _check_messages("errors", errors.messages, lead, errors.table, x.device)
         errors = Feedback(_two_leads(errors.messages), errors.table)
     if base is not None:
         _check_data("base", base, table)
-        if base.shape != x.shape or base.device != x.device:
-            raise ValueError(
-                f"base is {tuple(base.shape)} on {base.device}; expected x's shape and device, {tuple(x.shape)} on"
-                f" {x.device}"
-            )
+        own, expected = (base.shape, base.device), (x.shape, x.device)
+        assert own == expected, f"base is {own}; expected x's shape and device, {expected}"
         base = _two_leads(base)
 
     # ---- quantize with the implementation for this device; on CUDA, store a function that repeats this launch, so that
@@ -121,8 +108,6 @@ def unpack(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
         messages: [..., M] uint8, one message per row, written by `pack`.
         table: list of the segments of a row, the same as for `pack`.
         out: [..., n] fp32, bf16 or fp16, written.
-    Raises:
-        ValueError: the shape, dtype, strides or device of an argument does not match the others.
     """
     _unpack(messages.unsqueeze(0), table, out, onto_quantized=False, onto_exact=False)
 
@@ -138,8 +123,6 @@ def unpack_onto(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
         messages: [..., M] uint8, one message per row, written by `pack`.
         table: list of the segments of a row, the same as for `pack`.
         out: [..., n] fp32, bf16 or fp16, the base, updated in place.
-    Raises:
-        ValueError: the shape, dtype, strides or device of an argument does not match the others.
     """
     _unpack(messages.unsqueeze(0), table, out, onto_quantized=True, onto_exact=False)
 
@@ -152,13 +135,9 @@ def unpack_sum(messages: Tensor, table: RangeTable, *, out: Tensor, accumulate: 
         table: list of the segments of a row, the same as for `pack`.
         out: [..., n] fp32, bf16 or fp16; receives the sums, which are rounded once to its dtype.
         accumulate: True if the sum starts with the values in `out`; False overwrites them.
-    Raises:
-        ValueError: K is 0, or the shape, dtype, strides or device of an argument does not match the others.
     """
-    if messages.ndim < 2 or messages.shape[0] == 0:
-        raise ValueError(
-            f"messages {tuple(messages.shape)} cannot be summed; expected [K, ..., M] with K >= 1 messages per row"
-        )
+    assert messages.ndim > 1, f"messages {tuple(messages.shape)} cannot be summed; expected [K, ..., M]"
+    assert len(messages) > 0, f"messages {tuple(messages.shape)} cannot be summed: there is no message"
     _unpack(messages, table, out, onto_quantized=accumulate, onto_exact=accumulate)
 
 
@@ -263,27 +242,21 @@ def _repeated(table: RangeTable, launch: tuple[object, ...] | None, tensors: Seq
 
 
 def _check_data(name: str, x: Tensor, table: RangeTable) -> None:
-    """Raise ValueError if the dtype, shape or stride of a tensor of elements does not match the table of segments.
+    """Assert that the dtype, shape and strides of a tensor of elements match the table of segments.
 
     `name` is the tensor's argument name, for the error message.
     """
-    if x.dtype not in DATA_DTYPES:
-        raise ValueError(f"{name} is {x.dtype}; expected fp32, bf16 or fp16")
-    if not 1 <= x.ndim <= 3:
-        raise ValueError(f"{name} {tuple(x.shape)} has {x.ndim} dims; expected 1 to 3: rows with up to 2 leading dims")
-    if x.shape[-1] != table.layout.size:
-        size = table.layout.size
-        raise ValueError(
-            f"{name} {tuple(x.shape)} has rows of the wrong size; expected {size} elements per row, the size of the"
-            " table's layout"
-        )
+    assert x.dtype in DATA_DTYPES, f"{name} is {x.dtype}; expected fp32, bf16 or fp16"
+    assert 1 <= x.ndim <= 3, f"{name} {tuple(x.shape)} has {x.ndim} dims; expected rows with up to 2 leading dims"
+    size = table.layout.size
+    assert x.shape[-1] == size, f"{name} {tuple(x.shape)} has rows of the wrong size; expected {size} elements"
     _check_rows(name, x)
 
 
 def _check_messages(
     name: str, messages: Tensor, lead: tuple[int, ...], table: RangeTable, device: torch.device
 ) -> None:
-    """Raise ValueError if a tensor of messages does not have the dtype, shape, device and strides that it must have.
+    """Assert that a tensor of messages has the dtype, shape, device and strides that it must have.
 
     Args:
         name: the tensor's argument name, for the error message.
@@ -292,30 +265,21 @@ def _check_messages(
         table: table of segments, which determines the bytes of a message.
         device: expected device.
     """
-    expected = (*lead, table.layout.message_bytes)
-    if messages.dtype != torch.uint8 or messages.shape != expected or messages.device != device:
-        raise ValueError(
-            f"{name} is {messages.dtype} {tuple(messages.shape)} on {messages.device}; for rows of {table.layout.size}"
-            f" elements in {table.layout.fmt} expected torch.uint8 {expected} on {device}"
-        )
+    expected = torch.uint8, (*lead, table.layout.message_bytes), device
+    found = messages.dtype, messages.shape, messages.device
+    assert found == expected, f"{name} is {found}; expected {expected} for rows of {table.layout.size} elements"
     _check_rows(name, messages)
     starts = messages.storage_offset()
     for stride in messages.stride()[:-1]:
         starts |= stride
-    if starts % MESSAGE_ALIGNMENT and messages.numel():
-        raise ValueError(
-            f"{name} {tuple(messages.shape)} has messages that start at addresses which are not multiples of"
-            f" {MESSAGE_ALIGNMENT} bytes; check its storage offset and strides"
-        )
+    is_aligned = starts % MESSAGE_ALIGNMENT == 0 or messages.numel() == 0
+    assert is_aligned, f"{name} has messages that do not start at multiples of {MESSAGE_ALIGNMENT} bytes"
 
 
 def _check_rows(name: str, x: Tensor) -> None:
-    """Raise ValueError unless the last dim of the tensor is contiguous; `name` is its argument name in the message."""
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(
-            f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim instead of 1: use a tensor"
-            " whose rows are contiguous"
-        )
+    """Assert that the last dim of the tensor is contiguous; `name` is its argument name, for the error message."""
+    is_contiguous = x.shape[-1] < 2 or x.stride(-1) == 1
+    assert is_contiguous, f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim instead of 1"
 
 
 def _two_leads(x: Tensor, *, after: int = 0) -> Tensor:

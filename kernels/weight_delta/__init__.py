@@ -12,7 +12,8 @@ of C bytes. A block whose body would end beyond the capacity is left out. Its we
 receiver and in the sender's copy of what receivers hold, so the next delta contains these changes.
 
 Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton` (for CUDA tensors) and `reference`
-(which defines the bodies, and serves CPUs without a C compiler).
+(which defines the bodies, and serves CPUs without a C compiler). The functions assert that shapes, dtypes, strides and
+devices of their arguments match.
 """
 
 from __future__ import annotations
@@ -56,8 +57,6 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
         new: [S] bf16 or fp16, contiguous, the new weights.
         old: [S] of the same dtype, contiguous, the weights that the receivers hold.
         message: [M] uint8, with M from `message_bytes`; all bytes are written.
-    Raises:
-        ValueError: the shape, dtype, strides or device of an argument does not match the others.
     """
     _check("old", old, new.dtype, new.shape, new.device)
     kinds, halves, body = _parts(message.unsqueeze(0), new)
@@ -74,8 +73,6 @@ def decode(messages: Tensor, weights: Tensor) -> None:
     Args:
         messages: [N, M] uint8, one message of each sender, written by `encode`.
         weights: [N, S] bf16 or fp16, the old weights that each sender has encoded against, bit for bit; updated.
-    Raises:
-        ValueError: the shape, dtype, strides or device of an argument does not match the others.
     """
     _check("weights", weights, weights.dtype, (len(messages), weights.shape[-1]), messages.device)
     parts = _parts(messages, weights)
@@ -110,37 +107,28 @@ def _parts(messages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Args:
         messages: [N, M] uint8 messages with lossless deltas.
         weights: [..., S] weights of the messages, which determine B and the expected device.
-    Raises:
-        ValueError: the dtype, shape, strides or device of the messages does not fit the weights.
     """
     num_blocks = _num_blocks(weights.shape[-1])
     start = NUMBERS + align(2 * num_blocks)
     _check("messages", messages, torch.uint8, messages.shape, weights.device)
     places = (messages.shape[-1], messages.stride(0), messages.storage_offset())
-    if messages.shape[-1] < start or any(place % 16 for place in places):
-        size = weights.shape[-1]
-        raise ValueError(
-            f"messages {tuple(messages.shape)} for {size} elements must have at least {start} bytes each, and sizes, "
-            "strides and offsets that are multiples of 16 bytes"
-        )
+    assert places[0] >= start, f"messages have {places[0]} bytes each, and at least {start} are needed"
+    is_aligned = not any(place % 16 for place in places)
+    assert is_aligned, f"size, stride and offset {places} of messages must be multiples of 16 bytes"
     kinds, halves = (messages[:, NUMBERS + i * num_blocks :][:, :num_blocks] for i in (0, 1))
     return kinds, halves, messages[:, start:]
 
 
 def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError unless a tensor has this dtype, shape and device, and a contiguous last dim.
+    """Assert that a tensor has this dtype, shape and device, and a contiguous last dim.
 
     `name` is the tensor's argument name for the error message. Weights must be bf16 or fp16, and messages uint8.
     """
-    if x.dtype not in (*EXPONENTS, torch.uint8) or x.dtype != dtype or x.shape != shape or x.device != device:
-        raise ValueError(
-            f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}; expected {dtype} {tuple(shape)} on {device}"
-        )
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        raise ValueError(
-            f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim instead of 1: use a tensor"
-            " whose rows are contiguous"
-        )
+    assert x.dtype in (*EXPONENTS, torch.uint8), f"{name} is {x.dtype}; expected bf16, fp16 or, for messages, uint8"
+    found, expected = (x.dtype, x.shape, x.device), (dtype, shape, device)
+    assert found == expected, f"{name} is {found}; expected {expected}"
+    is_contiguous = x.shape[-1] < 2 or x.stride(-1) == 1
+    assert is_contiguous, f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim instead of 1"
 
 
 def _implementation(tensor: Tensor) -> ModuleType | None:
