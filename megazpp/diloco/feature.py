@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from megazpp.diloco.config import DilocoConfig, DilocoPlan, count_replica_groups, plan_diloco
 from megazpp.run.arguments import RunConfig
-from megazpp.run.feature import Attached, Feature, TrainerParts
+from megazpp.run.feature import Attached, Feature
 from megazpp.topology.cluster import Cluster
 
 if TYPE_CHECKING:
     from megazpp.run.checks import RunPlan
+    from megazpp.run.trainer import Trainer
 
 
 class Diloco(Feature):
@@ -38,30 +39,30 @@ class Diloco(Feature):
             tokens_per_step=batches.global_batch_size * config.data.seq_length / layout.replica_group / config.jobs,
         )
 
-    def attach(self, parts: TrainerParts) -> Attached:
+    def attach(self, trainer: Trainer) -> Attached:
         """Prepare a DiLoCo run, and return the functions that the trainer calls during the run.
 
         The functions synchronize replica groups after steps, evaluate the outer weights, and wait at the end for
-        synchronizations in flight. This method replaces the checkpoint parts in `parts.states` by those of a DiLoCo
+        synchronizations in flight. This method replaces the checkpoint parts in `trainer.states` by those of a DiLoCo
         run. Without DiLoCo, and for elastic DiLoCo, it changes nothing, and the returned functions do nothing.
         """
-        plan, dims, device = parts.plan.of(DilocoPlan), parts.run.dims, parts.run.device
-        if plan is None or parts.config.jobs > 1:
+        config, plan, context = trainer.run.config, trainer.run.plan.of(DilocoPlan), trainer.run.context
+        if plan is None or config.jobs > 1:
             return Attached()
         from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
         from megazpp.diloco.outer import ReplicaGroups
         from megazpp.diloco.state import replica_group_parts
 
-        model, sharding = parts.built
+        (model, sharding), dims, device = trainer.parts.built, context.dims, context.device
         check_replica_group_memory(sharding.shard_elements, dims, device, plan)
-        replica_groups = ReplicaGroups(sharding, dims, plan, parts.config.precision)
+        replica_groups = ReplicaGroups(sharding, dims, plan, config.precision)
         if device.type == "cuda":  # only Triton compiles kernels at run time; the kernels for CPUs are C code
             replica_groups.compile_kernels(device)
-        parts.states = replica_group_parts(parts.states, replica_groups, model, parts.values)
-        parts.flags |= {"diloco_outer_lr": plan.outer_lr, "diloco_outer_momentum": plan.outer_momentum}
-        parts.guard.has_replica_groups = True
+        trainer.states = replica_group_parts(trainer.states, replica_groups, model, trainer.values)
+        trainer.flags |= {"diloco_outer_lr": plan.outer_lr, "diloco_outer_momentum": plan.outer_momentum}
+        trainer.guard.has_replica_groups = True
         return Attached(
-            synchronize=LocalSteps(replica_groups, parts.objective, parts.guard, dims).after_step,
+            synchronize=LocalSteps(replica_groups, trainer.parts.objective, trainer.guard, dims).after_step,
             evaluation_weights=replica_groups.outer_weights,
             wait=replica_groups.wait,
         )

@@ -10,10 +10,11 @@ from megazpp.diloco.config import DilocoConfig, DilocoPlan
 from megazpp.elastic.config import ElasticConfig, ElasticPlan
 from megazpp.elastic.rounds import Rules
 from megazpp.run.arguments import RunConfig
-from megazpp.run.feature import Attached, Feature, TrainerParts
+from megazpp.run.feature import Attached, Feature
 
 if TYPE_CHECKING:
     from megazpp.run.checks import RunPlan
+    from megazpp.run.trainer import Trainer
 
 
 class Elastic(Feature):
@@ -91,20 +92,21 @@ class Elastic(Feature):
         """Return the config of the same run as one job that contains all replica groups, without a coordinator."""
         return config.with_section(ElasticConfig())
 
-    def attach(self, parts: TrainerParts) -> Attached:
+    def attach(self, trainer: Trainer) -> Attached:
         """Add elastic DiLoCo to a trainer: outer weights, their checkpoint state, and synchronization between groups.
 
         Without --diloco-coordinator, change nothing.
         """
-        diloco = parts.plan.of(DilocoPlan)
-        if parts.plan.of(ElasticPlan) is None or diloco is None:
+        plan = trainer.run.plan
+        diloco = plan.of(DilocoPlan)
+        if plan.of(ElasticPlan) is None or diloco is None:
             return Attached()
         from megazpp.elastic.loop import ElasticLoop
         from megazpp.elastic.state import elastic_parts
 
-        loop = ElasticLoop(parts)
-        parts.states = elastic_parts(parts.states, loop.outer, loop, parts.built.model)
-        parts.flags |= {"diloco_outer_lr": diloco.outer_lr, "diloco_outer_momentum": diloco.outer_momentum}
+        loop = ElasticLoop(trainer)
+        trainer.states = elastic_parts(trainer.states, loop.outer, loop, trainer.parts.built.model)
+        trainer.flags |= {"diloco_outer_lr": diloco.outer_lr, "diloco_outer_momentum": diloco.outer_momentum}
         return Attached(
             synchronize=loop.after_step,
             begin=loop.begin,

@@ -30,8 +30,8 @@ from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.dims import open_axis
 from megazpp.parallel.timeline import WAIT
 from megazpp.parallel.worker import seed_everything
-from megazpp.run.feature import TrainerParts
 from megazpp.run.start import facts_of_data, facts_of_flags
+from megazpp.run.trainer import Trainer
 from megazpp.training.loop import Loader
 from megazpp.training.objective import LanguageModelLoss, StopRequested
 from megazpp.training.step import LaunchedStep
@@ -51,26 +51,27 @@ class ElasticLoop:
     """The training of one replica group in a run of elastic DiLoCo. All ranks of the group call all public methods.
 
     Args:
-        parts: parts of this job's trainer.
+        trainer: trainer of this job.
     Attributes:
         outer: outer weights and momentum of DiLoCo on this rank.
         version, id: version of this rank's outer weights, and the id of this version.
         merged: training steps, summed over all groups, that are merged into these outer weights.
     """
 
-    def __init__(self, parts: TrainerParts) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        run, parts = trainer.run, trainer.parts
         assert isinstance(parts.objective, LanguageModelLoss), "check_post_training refuses other objectives"
-        elastic, diloco = parts.plan.of(ElasticPlan), parts.plan.of(DilocoPlan)
+        elastic, diloco = run.plan.of(ElasticPlan), run.plan.of(DilocoPlan)
         assert elastic is not None
         assert diloco is not None
-        self._parts, self._objective = parts, parts.objective
-        self._batches, self._rules = parts.plan.batches, elastic.rules
-        self._flags, self._axis = parts.config.section(ElasticConfig), open_axis(parts.run.dims)
-        self._stopped, self._say = parts.stopped, parts.run.log
+        self._trainer, self._dims, self._objective = trainer, run.context.dims, parts.objective
+        self._batches, self._rules = run.plan.batches, elastic.rules
+        self._flags, self._axis = run.config.section(ElasticConfig), open_axis(self._dims)
+        self._stopped, self._say = trainer.stopped, run.context.log
         self.outer = outer = WholeOuter(
             parts.built.sharding,
             diloco,
-            parts.config.precision,
+            run.config.precision,
             num_groups=self._rules.groups,
             late_factor=self._flags.diloco_late_factor,
         )
@@ -104,7 +105,8 @@ class ElasticLoop:
         name = self._flags.diloco_group or socket.gethostname()
         name, incarnation = self._axis.share_object((name, secrets.token_hex(8)))
         hello: Record = {"group": name, "rank": self._axis.rank, "incarnation": incarnation}
-        hello |= {"facts": _facts(self._parts), "rules": list(self._rules), "saves": self._parts.folder_id}
+        save = self._trainer.run.save
+        hello |= {"facts": _facts(self._trainer), "rules": list(self._rules), "saves": save.shared_id if save else ""}
         self._agent = agent = Agent(
             self._flags,
             hello | {"version": self.version, "id": self.id},
@@ -179,10 +181,10 @@ class ElasticLoop:
 
     def _seed(self, slot: int) -> None:
         """Seed dropout with the seeds that replica group `slot` has in DiLoCo within one job."""
-        given, dims = self._parts.config.launch.seed, self._parts.run.dims
+        given, dims = self._trainer.run.config.launch.seed, self._dims
         rank = slot * dims.data_size * dims.cp.size + dims.dropout_rank
         seed_everything(given, data_rank=rank, tp_rank=dims.tp.rank)
-        if (generator := self._parts.built.model.settings.generator) is not None:
+        if (generator := self._trainer.parts.built.model.settings.generator) is not None:
             generator.seed(given, data_rank=rank)
 
     # ---- leased steps of an interval, and their contribution ----------------------------------------------------
@@ -344,7 +346,7 @@ class ElasticLoop:
         self._catch_up(progress)
         before, self._counted = self._counted, (agent.sent, agent.sent_bytes)
         calls, sent = self._counted[0] - before[0], self._counted[1] - before[1]
-        self._parts.run.dims.counter.add("cross", "replica_group", "send", sent, calls=calls)
+        self._dims.counter.add("cross", "replica_group", "send", sent, calls=calls)
         what = f"sent {sent / MEGA:.3f} MB per rank to other groups"
         self._say(f"version {self.version}: took {self._published_steps} steps, waited {waited:.1f} s, {what}")
         if self._published is None:
@@ -386,9 +388,9 @@ class ElasticLoop:
             self._published = None if own else self._published
             at = self._merged_progress(progress)
             if agent.group in commit["saves"]:
-                self._parts.save(at)
+                self._trainer.checkpoints.save(at)
             if commit["evaluates"] == agent.group:
-                self._parts.validate(at)
+                self._trainer.validate(at)
 
     def _merged_progress(self, progress: TrainingProgress) -> TrainingProgress:
         """Return the progress of the outer weights.
@@ -503,14 +505,15 @@ class LeasedLoader:
         return batches
 
 
-def _facts(parts: TrainerParts) -> dict[str, str]:
+def _facts(trainer: Trainer) -> dict[str, str]:
     """Return values that must be equal in all groups of an elastic run, as text by flag or description.
 
     They are the flags that are not in OF_THE_GROUP, the tokenizer, the data, and the layout of a group's ranks.
     """
-    facts = facts_of_flags(parts.config.parts) | facts_of_data(parts.tokenizer, parts.samples)
-    layout = parts.plan.layout
+    run, parts = trainer.run, trainer.parts
+    facts = facts_of_flags(run.config.parts) | facts_of_data(parts.tokenizer, parts.samples)
+    layout = run.plan.layout
     facts["the layout of the ranks"] = str({name: layout.axis_size(name) for name in layout.coordinates})
     # A job that resumes gets these flags from its checkpoint, and other jobs leave them out: compare the values in use
-    facts |= {f"--{name.replace('_', '-')}": str(parts.flags[name]) for name in RUN_DEPENDENT}
+    facts |= {f"--{name.replace('_', '-')}": str(trainer.flags[name]) for name in RUN_DEPENDENT}
     return {name: value for name, value in facts.items() if name not in OF_THE_GROUP}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from megazpp.inference.config import SampleConfig
-from megazpp.run.feature import Attached, Feature, TrainerParts
+from megazpp.run.feature import Attached, Feature
+
+if TYPE_CHECKING:
+    from megazpp.run.trainer import Trainer
 
 
 class SampleAtEnd(Feature):
@@ -17,19 +21,20 @@ class SampleAtEnd(Feature):
 
     config = SampleConfig
 
-    def attach(self, parts: TrainerParts) -> Attached:
+    def attach(self, trainer: Trainer) -> Attached:
         """Check the prompts, and attach a function that generates and records texts at the end of the training.
 
         Raises:
             ValueError: a prompt has more tokens than the model accepts.
         """
-        config, longest = parts.config.section(SampleConfig), parts.config.data.seq_length
+        parts, run, flags = trainer.parts, trainer.run.context, trainer.run.config
+        config, longest = flags.section(SampleConfig), flags.data.seq_length
         if config.sample_tokens == 0:
             return Attached()
         from megazpp.inference.text import check_start, continue_texts, start_of
 
         assert longest is not None
-        prompts, seed, run = config.sample_prompt or ("",), parts.config.launch.seed, parts.run
+        prompts, seed = config.sample_prompt or ("",), flags.launch.seed
         begun = (start_of(prompt, parts.tokenizer) for prompt in prompts)
         starts = [check_start(start, longest, "--sample-prompt") for start in begun]
 
@@ -43,7 +48,7 @@ class SampleAtEnd(Feature):
                     config,
                     max_length=longest,
                     seed=seed,
-                    stopped=parts.stopped,
+                    stopped=trainer.stopped,
                 )
             for start, text in zip(starts, texts, strict=True):
                 run.log(f"a sample of text:\n{start.shown}{text}")

@@ -10,25 +10,20 @@ features before it imports torch, which takes seconds, and an unused feature cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megazpp.run.arguments import FeatureConfig, ParsedRun, RunConfig
 
 if TYPE_CHECKING:
     from megazpp.checkpoint.safe_reader import WeightOpener
-    from megazpp.checkpoint.state import RunValues, StatePart
-    from megazpp.data.tokenizer import Tokenizer
     from megazpp.optim.schedule import TrainingProgress
     from megazpp.run.checks import RunPlan
+    from megazpp.run.trainer import Trainer
     from megazpp.topology.cluster import Cluster
-    from megazpp.training.anomalies import Guard
-    from megazpp.training.context import RunContext
     from megazpp.training.loop import AfterStep, Loader, Synchronize
-    from megazpp.training.objective import Objective
-    from megazpp.training.setup import ShardedModel
     from megazpp.zero.plan import WeightDelta
     from megazpp.zero.sharding import DeviceStates
 
@@ -46,50 +41,6 @@ class FeaturePlan(Protocol):
 
 
 @dataclass(kw_only=True)
-class TrainerParts:
-    """Parts of a trainer that `Feature.attach` passes to an optional feature.
-
-    A feature may change only `states` and `flags`.
-
-    Attributes:
-        config: flags of the run.
-        plan: layout, wire formats, batch sizes and schedule of the run.
-        run: process groups, device, log and run folder.
-        built: the trained model and its sharding.
-        tokenizer: tokenizer of the model.
-        objective: loss that the run minimizes.
-        guard: object that decides for each step whether the optimizer may update the weights.
-        values: training state that is not stored in tensors, such as the loss scale.
-        states: groups of tensors that checkpoints store. A feature may add, wrap or replace elements of this list. The
-            program itself adds further groups later (`TrainingParts.states`).
-        flags: values of flags that checkpoints record, by field name. A feature may add entries.
-        samples: description of the training and held-out samples, see data/identity.py.
-        folder_id: identifier of the folder of --save, equal in all jobs that save to it. It is "" if only this job may
-            save to the folder, or if --save is not given.
-        stopped: function that returns True once this rank has caught a stop signal.
-        save: function that saves a checkpoint of the given progress, for a feature with `Attached.schedules_actions`.
-        validate: function that evaluates the validation data at the given progress, for a feature with
-            `Attached.schedules_actions`.
-    """
-
-    config: RunConfig
-    plan: RunPlan
-    run: RunContext
-    built: ShardedModel
-    tokenizer: Tokenizer
-    objective: Objective
-    guard: Guard
-    values: RunValues
-    states: list[StatePart]
-    flags: dict[str, Any]
-    samples: Mapping[str, Any] = field(default_factory=dict)
-    folder_id: str = ""
-    stopped: Callable[[], bool] = lambda: False
-    save: Callable[[TrainingProgress], None] = lambda progress: None
-    validate: Callable[[TrainingProgress], None] = lambda progress: None
-
-
-@dataclass(kw_only=True)
 class Attached:
     """Functions of an optional feature that the trainer calls during a run. The defaults do nothing.
 
@@ -101,8 +52,8 @@ class Attached:
         begin: function that the trainer calls before the first step with the progress of the loaded checkpoint. It
             returns the progress with which training starts.
         loader: function that wraps the loader of training samples.
-        schedules_actions: True if the feature itself calls `TrainerParts.save` and `validate`; False if the trainer
-            calls them at the intervals of --save-interval and --eval-interval.
+        schedules_actions: True if the feature itself saves checkpoints and calls `Trainer.validate`; False if the
+            trainer does so at the intervals of --save-interval and --eval-interval.
         evaluation_weights: function that returns a context in which the model has the weights to evaluate, for a
             feature that evaluates other weights than it trains.
         wait: function that the trainer calls after the last step. It waits for the feature's background work.
@@ -203,13 +154,15 @@ class Feature:
         """
         return None
 
-    def attach(self, parts: TrainerParts) -> Attached:
+    def attach(self, trainer: Trainer) -> Attached:
         """Prepare the feature for training, and return the functions that the trainer will call.
 
         Every rank calls this before a checkpoint is loaded.
 
         Args:
-            parts: model, plan, state and functions of the trainer.
+            trainer: the trainer with the attributes `run`, `parts`, `guard`, `values`, `states` and `flags`. The
+                feature may change only the last two, which checkpoints store. The trainer creates its other
+                attributes after this call, so only the returned functions may use them.
         """
         return Attached()
 

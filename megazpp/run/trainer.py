@@ -39,7 +39,6 @@ from megazpp.parallel.measure_links import measure_device, measure_links
 from megazpp.parallel.worker import Worker, seed_everything
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checks import RunPlan, lay_out, plan_run
-from megazpp.run.feature import TrainerParts
 from megazpp.run.report import conclude, introduce, open_tracker
 from megazpp.run.start import check_kernels, facts_of_data, own_checkpoints
 from megazpp.topology.cluster import Cluster
@@ -326,6 +325,11 @@ class Trainer:
         parts: model, data, loss and evaluations, which the program has built.
 
     Attributes:
+        guard: object that decides for each step whether the optimizer may update the weights.
+        values: training state that is not stored in tensors, such as the loss scale.
+        states: groups of tensors that checkpoints store, in addition to those of `TrainingParts.states`. A feature may
+            add, wrap or replace elements of this list.
+        flags: values of flags that checkpoints record, by field name. A feature may add entries.
         attached: functions of the optional features that the run calls, one element per feature.
         checkpoints: writer and reader of the run's checkpoints.
         step: optimizer step.
@@ -345,11 +349,12 @@ class Trainer:
         settings: dict[str, Any] = {"dims": dims, "dtype": config.precision.param_dtype, "adamw": sharding.states.adamw}
         optimizer = build_optimizer(model, config.optimizer, **settings)
         scaler = LossScaler(config.loss_scale, fp16=config.precision.fp16)
-        losses, flags = LossHistory(), run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
+        losses = LossHistory()
+        self.flags = run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
         rewinds = config.anomalies.loss_spike_action == "rewind"  # a loss spike reloads the last checkpoint
-        values = RunValues(optimizer, scaler, losses)
-        states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
-        guard = Guard(
+        self.values = values = RunValues(optimizer, scaler, losses)
+        self.states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
+        self.guard = guard = Guard(
             config.anomalies,
             sharding,
             context,
@@ -362,29 +367,12 @@ class Trainer:
         )
 
         # ---- attach the optional features
-        open_parts = TrainerParts(
-            config=config,
-            plan=plan,
-            run=context,
-            built=parts.built,
-            tokenizer=tokenizer,
-            objective=parts.objective,
-            guard=guard,
-            values=values,
-            states=states,
-            flags=flags,
-            samples=parts.samples,
-            folder_id="" if run.save is None else run.save.shared_id,
-            stopped=lambda: run.stops.caught != 0,
-            save=lambda progress: self.checkpoints.save(progress),
-            validate=lambda progress: self.validate(progress),
-        )
         with user_errors():
-            self.attached = [feature.attach(open_parts) for feature in config.features]
+            self.attached = [feature.attach(self) for feature in config.features]
 
         # ---- checkpoints: their metadata, with the value of every flag, and their tensors
         samples = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data, **parts.samples}
-        flags = {**open_parts.flags, **parts.flags, SAMPLES: samples}
+        flags = {**self.flags, **parts.flags, SAMPLES: samples}
         folder = context.folder
         record = CheckpointMetadata(
             progress=TrainingProgress(),
@@ -399,7 +387,7 @@ class Trainer:
             wandb_run_id=folder.wandb_run_id() if folder is not None and flags["wandb_project"] else None,
             torch=torch.__version__,
         )
-        state = TrainState(model, sharding, values, [*open_parts.states, *parts.states])
+        state = TrainState(model, sharding, values, [*self.states, *parts.states])
         self.checkpoints = Checkpoints(
             config.checkpoint,
             state,
@@ -452,6 +440,10 @@ class Trainer:
             give_up=functools.partial(run.stops.give_up, dims),
             weights_for_evaluation=self.weights_for_evaluation,
         )
+
+    def stopped(self) -> bool:
+        """Return True once this rank has caught a stop signal."""
+        return self.run.stops.caught != 0
 
     def load(self) -> Resumed:
         """Load the run's checkpoint, if there is one; return the progress and the schedule with which training starts.

@@ -6,11 +6,12 @@ import functools
 from typing import TYPE_CHECKING
 
 from megazpp.run.arguments import RunConfig
-from megazpp.run.feature import Attached, Feature, TrainerParts
+from megazpp.run.feature import Attached, Feature
 from megazpp.weight_patches.config import PatchesConfig
 
 if TYPE_CHECKING:
     from megazpp.run.checks import RunPlan
+    from megazpp.run.trainer import Trainer
 
 
 class WeightPatchesFeature(Feature):
@@ -34,23 +35,23 @@ class WeightPatchesFeature(Feature):
             raise ValueError("--optimizer-cpu-offload does not support --save-weight-patches: leave one of them out")
         check_patches(config.model, config.precision, plan.wire)
 
-    def attach(self, parts: TrainerParts) -> Attached:
+    def attach(self, trainer: Trainer) -> Attached:
         """Return the action that writes weight patches after each training step.
 
         Without --save-weight-patches, return an `Attached` without actions.
         """
-        flags = parts.config.section(PatchesConfig)
+        config, dims = trainer.run.config, trainer.run.context.dims
+        flags = config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return Attached()
         from megazpp.parallel.dims import raise_on_all_ranks
         from megazpp.training.loop import AfterStep
         from megazpp.weight_patches.patches import WeightPatches, take_patches_folder
 
-        dims, interval = parts.run.dims, flags.weight_anchor_interval
         take = functools.partial(take_patches_folder, flags.save_weight_patches, dims.world.rank)
         folder, lock = raise_on_all_ranks(dims.world, take)
-        dtype = parts.config.precision.param_dtype
-        patches = WeightPatches(folder, interval, *parts.built, dims, dtype=dtype, lock=lock)
+        dtype, interval = config.precision.param_dtype, flags.weight_anchor_interval
+        patches = WeightPatches(folder, interval, *trainer.parts.built, dims, dtype=dtype, lock=lock)
         return Attached(after_step=(AfterStep(patches.write, interval=1),))
 
 

@@ -221,9 +221,10 @@ def test_unsupported_weights_are_rejected_by_flag():
 def test_folder_that_cannot_be_written_to_is_named_before_training(tmp_path):
     (tmp_path / "file").touch()
     config = parse(f"{SMALL} --bf16 --save-weight-patches {tmp_path}/file/patches").config
-    parts: Any = SimpleNamespace(config=config, run=SimpleNamespace(dims=SimpleNamespace(world=MeshAxis("world"))))
+    context = SimpleNamespace(dims=SimpleNamespace(world=MeshAxis("world")))
+    trainer: Any = SimpleNamespace(run=SimpleNamespace(config=config, context=context))
     with pytest.raises(ValueError, match=r"--save-weight-patches .*/file/patches is not a folder that can be written"):
-        FEATURE.attach(parts)
+        FEATURE.attach(trainer)
 
 
 def test_only_one_job_writes_weight_patches_into_a_folder(tmp_path, monkeypatch):
