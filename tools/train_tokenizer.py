@@ -22,14 +22,14 @@ from megazpp.base.program import begin
 begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.files import check_prefix, check_writable, write_whole
-from megazpp.base.flags import Config, check_at_most, flag
+from megazpp.base.flags import Config, flag
 from megazpp.base.program import program_of, say
 from megazpp.data.documents import check_readable, read_texts, stop_or_skip
 from megazpp.data.text import MAX_CHARACTERS, first_characters, train_sentencepiece
 from megazpp.data.tokenizer_folder import MOST_TOKENS
 
 SECONDS_BETWEEN_LINES = 5.0
-MOST_THREADS = 1024  # largest number of threads that SentencePiece accepts
+MOST_THREADS = (1024, "SentencePiece's limit")  # largest number of threads, and the words that say what limits it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,10 @@ class TrainTokenizerConfig(Config):
     input: tuple[str, ...] = flag((), nargs="+")
     json_key: str = flag("text")
     output_prefix: str | None = flag(None, metavar="PREFIX")
-    vocab_size: int = flag(32000, must_be="positive")
+    vocab_size: int = flag(32000, must_be="positive", most=MOST_TOKENS)
     model_type: Literal["bpe", "unigram"] = flag("bpe")
     max_characters: int = flag(MAX_CHARACTERS, must_be="positive")
-    workers: int = flag(1, must_be="positive")
+    workers: int = flag(1, must_be="positive", most=MOST_THREADS)
     on_error: Literal["stop", "skip"] = flag("stop")
     character_coverage: float | None = flag(None)
     minloglevel: Literal[0, 1, 2] = flag(2)
@@ -69,8 +69,6 @@ class TrainTokenizerConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_most(self, "vocab_size", MOST_TOKENS, "the number of 32-bit token ids")
-        check_at_most(self, "workers", MOST_THREADS, "SentencePiece's limit")
         if self.character_coverage is not None and not 0.98 <= self.character_coverage <= 1.0:
             raise ValueError(f"--character-coverage {self.character_coverage} is not a fraction from 0.98 to 1")
 

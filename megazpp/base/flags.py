@@ -57,6 +57,7 @@ class FlagSpec(NamedTuple):
         shape: for a field of `GPTConfig`: False if it affects neither the shapes nor the meaning of the weights; or the
             name of the property with the value in use, for a field that may be None or has several spellings.
         must_be: range of a number, see `_RANGES`; None for any number.
+        most: largest value of a number, and the words that say what limits it; None for no limit.
     """
 
     name: str | None = None
@@ -68,6 +69,7 @@ class FlagSpec(NamedTuple):
     per_host: bool = False
     shape: bool | str = True
     must_be: Literal["positive", "not negative", "below one", "a share", "at least one"] | None = None
+    most: tuple[float, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,12 +84,16 @@ class Config:
         config: type = type(self)
         problems, hints = list[str](), type_hints(config)
         for field in dataclasses.fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
+            value, hint, spec = getattr(self, field.name), hints[field.name], field.metadata["flag"]
             given = f"{flag_name(field)} {as_words(value)}"
             if (words := _words(hint)) and not _has_type(value, hint):
-                problems.append(f"{given} is not one of {', '.join(map(str, words))}")
-            elif not isinstance(value, str | None) and (kind := field.metadata["flag"].must_be) is not None:
-                holds, problem, remedy = _RANGES[kind]
+                problems.append(f"{given} is not one of {', '.join(map(str, dict.fromkeys(words)))}")
+            elif isinstance(value, str | None):
+                continue
+            elif spec.most is not None and value > spec.most[0]:
+                problems.append(f"{given} is more than {spec.most[0]}, {spec.most[1]}; give a smaller number")
+            elif spec.must_be is not None:
+                holds, problem, remedy = _RANGES[spec.must_be]
                 if not holds(value):
                     problems.append(f"{given} is {'not a number' if math.isnan(value) else problem}; give {remedy}")
         if problems:
@@ -136,13 +142,6 @@ def flag_texts(config: type) -> dict[str, str]:
     sections = (inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2] for kind in reversed(config.__mro__))
     entries = (entry for section in sections for entry in re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", section, re.M))
     return {name: " ".join(text.split()).removesuffix(".") for name, text in entries}
-
-
-def check_at_most(config: Any, name: str, most: int, reason: str) -> None:
-    """Raise a ValueError if the config's field `name` is larger than `most`, for a `reason` that the message gives."""
-    value = getattr(config, name)
-    if value is not None and value > most:
-        raise ValueError(f"{spelling(config, name)} {value} is more than {most}, {reason}; give a smaller number")
 
 
 def not_empty(read: Callable[[str], Any], name: str, default: Any) -> Callable[[str], Any]:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megazpp.base.flags import Config, check_at_most, flag
+from megazpp.base.flags import Config, flag
 from megazpp.base.program import in_words
 
-MOST_TOKENS = 2**31 - 1  # largest size of a vocabulary, because token ids are stored in 32 bits with a sign
+# Largest size of a vocabulary, because token ids are stored in 32 bits with a sign, and the words that say so
+MOST_TOKENS = (2**31 - 1, "the number of 32-bit token ids")
 SENTENCEPIECE, DEFINITION = "tokenizer.model", "tokenizer.json"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 DESCRIPTION, CONFIG, GENERATION = "tokenizer_config.json", "config.json", "generation_config.json"
@@ -69,17 +70,12 @@ class TokenizerConfig(Config):
         | None
     ) = flag(None)
     tokenizer_model: str | None = flag(None, common=True)
-    vocab_size: int | None = flag(None, common=True, must_be="positive")
+    vocab_size: int | None = flag(None, common=True, must_be="positive", most=MOST_TOKENS)
     vocab_file: str | None = flag(None)
     merge_file: str | None = flag(None)
     eos_token: str | None = flag(None)
     add_special_tokens: bool = flag(True)
-    model_vocab_size: int | None = flag(None, must_be="positive")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("vocab_size", "model_vocab_size"):
-            check_at_most(self, name, MOST_TOKENS, "the number of 32-bit token ids")
+    model_vocab_size: int | None = flag(None, must_be="positive", most=MOST_TOKENS)
 
     @property
     def known_vocab_size(self) -> int | None:

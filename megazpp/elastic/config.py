@@ -45,7 +45,9 @@ class ElasticConfig(FeatureConfig):
     diloco_grace: float | None = flag(None, needs="--diloco-coordinator", must_be="not negative")
     diloco_wait_for_all: bool = flag(False, needs="--diloco-coordinator")
     diloco_min_groups: int = flag(1, needs="--diloco-coordinator", must_be="positive")
-    diloco_late_factor: float = flag(0.5, needs="--diloco-coordinator", must_be="not negative")
+    diloco_late_factor: float = flag(
+        0.5, needs="--diloco-coordinator", must_be="not negative", most=(1, "with which late contributions count fully")
+    )
     diloco_listen: str | None = flag(None, needs="--diloco-coordinator")
     diloco_advertise: str | None = flag(None, needs="--diloco-coordinator")
 
@@ -55,11 +57,6 @@ class ElasticConfig(FeatureConfig):
             raise ValueError(
                 f"--diloco-wait-for-all waits without a limit, and --diloco-grace {self.diloco_grace:g} is a limit in "
                 "seconds: give only one"
-            )
-        if self.diloco_late_factor > 1:
-            raise ValueError(
-                f"--diloco-late-factor {self.diloco_late_factor:g} is more than 1: give a factor from 0 (late "
-                "contributions count nothing) to 1 (they count fully)"
             )
         for name in ("diloco_listen", "diloco_advertise"):
             self.host(name)  # called for its ValueError

@@ -36,23 +36,15 @@ class SampleConfig(FeatureConfig):
     sample_tokens: int = flag(0, aliases=("--num-tokens-to-generate",), must_be="not negative")
     sample_temperature: float = flag(0.8, aliases=("--temperature",), must_be="not negative")
     sample_top_k: int = flag(40, aliases=("--top-k", "--top_k"), must_be="not negative")
-    sample_top_p: float = flag(1.0, aliases=("--top-p", "--top_p"))
-    sample_min_p: float | None = flag(None, aliases=("--min-p",))
+    sample_top_p: float = flag(1.0, aliases=("--top-p", "--top_p"), must_be="a share")
+    sample_min_p: float | None = flag(
+        None, aliases=("--min-p",), must_be="not negative", most=(1, "the largest probability itself")
+    )
     sample_repetition_penalty: float = flag(1.0, aliases=("--repetition-penalty",), must_be="positive")
     sample_stop: tuple[str, ...] = flag((), nargs="*", aliases=("--stop",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 < self.sample_top_p <= 1.0:
-            raise ValueError(
-                f"--sample-top-p {self.sample_top_p} is not in (0, 1]: give a cumulative probability in this range; 1 "
-                "samples from all tokens"
-            )
-        if not 0.0 <= (self.sample_min_p or 0.0) <= 1.0:
-            raise ValueError(
-                f"--sample-min-p {self.sample_min_p} is not in [0, 1]: give a fraction of the largest probability; 0 "
-                "samples from all tokens"
-            )
         if "" in self.sample_stop:
             raise ValueError("--sample-stop '' is in every text: give a string that is not empty")
 

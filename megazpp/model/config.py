@@ -15,7 +15,8 @@ from megazpp.base.flags import Config, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # flags of the MLP's activation, at most one; without one, GeLU
-MOST_LAYERS = 10_000  # limit of --num-layers, because a damaged model file may contain any number
+# Limit of --num-layers, because a damaged model file may contain any number, and the words that say so
+MOST_LAYERS = (10_000, "the most that is supported")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ class GPTConfig(Config):
             found).
     """
 
-    num_layers: int | None = flag(None, common=True, must_be="positive", shape="layers")
+    num_layers: int | None = flag(None, common=True, must_be="positive", most=MOST_LAYERS, shape="layers")
     hidden_size: int | None = flag(None, common=True, must_be="positive", shape="hidden")
     ffn_hidden_size: int | None = flag(None, must_be="positive", shape="dense_ffn_size")
     num_attention_heads: int | None = flag(None, common=True, must_be="positive", shape="heads")
@@ -203,8 +204,6 @@ class GPTConfig(Config):
         """Raise ValueError for invalid or conflicting flags of the model; skip checks of sizes that are still None."""
         # ---- check that each flag, taken alone, is in its range
         super().__post_init__()
-        most = f"--num-layers {self.num_layers} is more than {MOST_LAYERS}, the most that is supported"
-        _require(self.num_layers is None or self.num_layers <= MOST_LAYERS, most)
         too_small = f"--hidden-size {self.hidden_size} makes the MLP 0 channels wide: raise it or set --ffn-hidden-size"
         _require(self.hidden_size is None or self.ffn_size > 0, too_small)
         # ---- check the numbers of query heads, and of key and value heads

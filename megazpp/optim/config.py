@@ -105,8 +105,8 @@ class ScheduleConfig(Config):
         lr_wsd_decay_style: shape of the final decay.
         lr_wsd_decay_iters: length of the final decay, in iterations.
         lr_wsd_decay_samples: length of the final decay, in samples.
-        start_weight_decay: weight decay of the first step with --weight-decay-incr-style linear or cosine.
-        end_weight_decay: weight decay of the last step with --weight-decay-incr-style linear or cosine.
+        start_weight_decay: weight decay of the first step.
+        end_weight_decay: weight decay of the last step.
         weight_decay_incr_style: shape of the weight decay from --start-weight-decay to --end-weight-decay; constant:
             --weight-decay.
     """
@@ -125,8 +125,8 @@ class ScheduleConfig(Config):
     )
     lr_wsd_decay_iters: int | None = flag(None, needs="--lr-decay-style WSD", must_be="positive")
     lr_wsd_decay_samples: int | None = flag(None, needs="--lr-decay-style WSD", must_be="positive")
-    start_weight_decay: float | None = flag(None)
-    end_weight_decay: float | None = flag(None)
+    start_weight_decay: float | None = flag(None, needs="--weight-decay-incr-style linear cosine")
+    end_weight_decay: float | None = flag(None, needs="--weight-decay-incr-style linear cosine")
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant")
 
     def __post_init__(self) -> None:
@@ -147,11 +147,6 @@ class ScheduleConfig(Config):
                 raise ValueError(f"{fraction} and {spelling(self, name)} {value} exclude each other: set only one")
         # ---- check the flags of a weight decay that increases during the run
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
-        for name in ("start_weight_decay", "end_weight_decay"):
-            if style == "constant" and (value := getattr(self, name)) is not None:
-                raise ValueError(
-                    f"{spelling(self, name)} {value} needs --weight-decay-incr-style linear or cosine, not constant"
-                )
         if style != "constant" and (start is None or end is None):
             needed = f"--start-weight-decay and --end-weight-decay (given: {start}, {end})"
             raise ValueError(f"--weight-decay-incr-style {style} needs {needed}: set both")

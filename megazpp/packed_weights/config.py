@@ -18,25 +18,15 @@ class WeightsConfig(Config):
         weights_device: memory that holds the weights between uses; with host or disk, the device holds the embedding,
             the output layer and a few layers.
         weight_bits: bits per element of packed weights (default: the bits of the compute dtype, without rounding).
-        weight_store: folder of packed weights for --weights-device disk, written once (default: a folder in the user's
-            cache).
+        weight_store: folder of packed weights, written once (default: a folder in the user's cache).
         prefetch_layers: number of layers that are fetched ahead of their use; each occupies its packed bytes on the
             device.
     """
 
     weights_device: Literal["device", "host", "disk"] = flag("device")
     weight_bits: Literal[32, 16, 8, 4] | None = flag(None)
-    weight_store: str | None = flag(None)
+    weight_store: str | None = flag(None, needs="--weights-device disk")
     prefetch_layers: int = flag(1, must_be="not negative")
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for flags of weight storage that are out of their range or that conflict."""
-        super().__post_init__()
-        if self.weight_store is not None and self.weights_device != "disk":
-            raise ValueError(
-                f"--weight-store {self.weight_store} needs --weights-device disk, not {self.weights_device}: set "
-                "--weights-device disk, or leave --weight-store out"
-            )
 
     @property
     def packs(self) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megazpp.base.address import parse_host
-from megazpp.base.flags import Config, flag, spelling
+from megazpp.base.address import MOST_PORT, parse_host
+from megazpp.base.flags import Config, flag
 
-LARGEST_SEED = 2**32 - 1  # largest seed that numpy accepts
-YEAR_SECONDS = 366 * 24 * 3600.0  # longest timeout that a flag accepts; a much longer one would overflow clock values
-MOST_CTAS = 64  # NCCL's upper limit for CTAs (channels) per collective, since version 2.25 (32 before)
+# A much longer timeout than a year would overflow clock values.
+YEAR_MINUTES = 366 * 24 * 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class LaunchConfig(Config):
         nproc: number of local worker processes (default: one per GPU; on CPUs 2 to 4 for training, otherwise one per
             tensor-parallel rank).
         nnodes: number of hosts; start this command on each, with its own --node-rank.
-        node_rank: number of this host, from 0; host 0 has the address --master-addr.
+        node_rank: number of this host, from 0; host 0 is at --master-addr.
         master_addr: address of host 0, at which the others connect to it.
         master_port: TCP port of host 0, which its firewall must allow.
         max_restarts: number of times to restart all local workers after one has failed (under torchrun, use torchrun's
@@ -79,46 +78,32 @@ class LaunchConfig(Config):
 
     nproc: int | None = flag(None, common=True, must_be="positive", per_host=True)
     nnodes: int | None = flag(None, common=True, must_be="positive")
-    node_rank: int | None = flag(None, common=True, must_be="not negative", per_host=True)
-    master_addr: str | None = flag(None, common=True, per_host=True)
-    master_port: int = flag(29500)
+    node_rank: int | None = flag(None, common=True, must_be="not negative", per_host=True, needs="--nnodes")
+    master_addr: str | None = flag(None, common=True, per_host=True, needs="--nnodes")
+    master_port: int = flag(29500, must_be="positive", most=(MOST_PORT, "the largest TCP port"))
     max_restarts: int = flag(0, must_be="not negative", per_host=True)
     distributed_backend: Literal["nccl", "gloo"] | None = flag(None)
-    distributed_timeout_minutes: float = flag(10, must_be="positive")
-    distributed_timeout_seconds_after_init: float | None = flag(None, must_be="positive")
+    distributed_timeout_minutes: float = flag(10, must_be="positive", most=(YEAR_MINUTES, "a year"))
+    distributed_timeout_seconds_after_init: float | None = flag(
+        None, must_be="positive", most=(60 * YEAR_MINUTES, "a year")
+    )
     local_rank: int | None = flag(None, aliases=("--local_rank",), per_host=True)
-    seed: int = flag(1234)
+    seed: int = flag(1234, must_be="not negative", most=(2**32 - 1, "the largest seed of numpy"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("node_rank", "master_addr"):
-            if self.nnodes is None and (value := getattr(self, name)) is not None:
-                raise ValueError(
-                    f"{spelling(self, name)} {value} needs --nnodes, the number of hosts: add --nnodes, or leave the "
-                    "flag out for a job on one host"
-                )
-        if self.node_rank is not None and self.node_rank >= self.num_nodes:
+        if self.nnodes is not None and self.node_rank is not None and self.node_rank >= self.nnodes:
             raise ValueError(
-                f"--node-rank {self.node_rank} is not a number from 0 to {self.num_nodes - 1}: with --nnodes "
-                f"{self.num_nodes}, hosts are numbered from 0"
+                f"--node-rank {self.node_rank} is not a number from 0 to {self.nnodes - 1}: with --nnodes "
+                f"{self.nnodes}, hosts are numbered from 0"
             )
         if self.master_addr is not None:
             parse_host(self.master_addr, "--master-addr")
-        if not 0 < self.master_port < 2**16:
-            raise ValueError(f"--master-port {self.master_port} is not a TCP port: give a number from 1 to 65535")
         if self.num_nodes > 1 and self.max_restarts:
             raise ValueError(
                 f"--max-restarts {self.max_restarts} is not supported with --nnodes {self.nnodes}: leave it out, and "
                 "after a failure start the command again on each host, with --load"
             )
-        if not 0 <= self.seed <= LARGEST_SEED:
-            raise ValueError(f"--seed {self.seed} is not a number from 0 to {LARGEST_SEED}, as numpy requires")
-        names = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
-        for name, seconds in zip(names, self.hang_seconds, strict=True):
-            if seconds > YEAR_SECONDS:
-                raise ValueError(
-                    f"{spelling(self, name)} {getattr(self, name)} is more than a year, the upper limit: give less"
-                )
 
     @property
     def num_nodes(self) -> int:
@@ -153,9 +138,5 @@ class NcclConfig(Config):
     """
 
     nccl_high_priority: bool = flag(True)
-    nccl_cross_max_ctas: int | None = flag(None)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (ctas := self.nccl_cross_max_ctas) is not None and not 1 <= ctas <= MOST_CTAS:
-            raise ValueError(f"--nccl-cross-max-ctas {ctas} is not a number from 1 to {MOST_CTAS}, NCCL's limits")
+    # 64 CTAs are the limit since NCCL 2.25; before, 32 were.
+    nccl_cross_max_ctas: int | None = flag(None, must_be="positive", most=(64, "NCCL's limit"))

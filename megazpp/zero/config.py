@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megazpp.base.flags import Config, as_words, as_written, flag
+from megazpp.base.flags import Config, as_written, flag
 from megazpp.kernels.formats import BlockFormat
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ZeroConfig(Config):
     zero_weight_bits: Literal[8, 16] | None = flag(None)
     zero_weight_delta: Literal["auto", "lossless", "none"] = flag("auto")
     zero_weight_keyframe_interval: int | None = flag(None, must_be="positive")
-    zero_gradient_bits: tuple[int, ...] = flag((8, 4), nargs=2)
+    zero_gradient_bits: tuple[Literal[4, 8, 16], Literal[4, 8, 16]] = flag((8, 4))
     zero_error_feedback: bool = flag(True)
     zero_error_feedback_beta: float = flag(0.8, must_be="below one")
     zero_error_feedback_reset: int | None = flag(None, must_be="positive")
@@ -79,12 +79,6 @@ class ZeroConfig(Config):
 
     overlap_param_gather: bool | None = flag(None)
     overlap_grad_reduce: bool | None = flag(None)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        bits = self.zero_gradient_bits
-        if len(bits) != 2 or any(b not in (4, 8, 16) for b in bits):
-            raise ValueError(f"--zero-gradient-bits {as_words(bits)} is not valid; expected two of 4, 8 and 16")
 
     @property
     def weight_bits(self) -> int:

@@ -74,12 +74,14 @@ class TankConfig(Config):
         level: a number of at least 0, or "full".
         leak: a number below 1.
         share: a number of at most 1.
+        hoses: a number from 1 to 4.
     """
 
     size: float | None = flag(None, must_be="positive")
     level: float | Literal["full"] = flag("full", must_be="not negative")
     leak: float = flag(0.0, must_be="below one")
     share: float = flag(1.0, must_be="a share")
+    hoses: int | None = flag(None, must_be="positive", most=(4, "the number of its taps"))
 
 
 def test_out_of_range_numbers_are_rejected_by_flag_name():
@@ -94,7 +96,9 @@ def test_out_of_range_numbers_are_rejected_by_flag_name():
     rows += [
         ({"level": -1}, "--level -1 is negative; give 0 or a larger number"),
         ({"level": "half"}, "--level half is not one of full"),
+        ({"hoses": 5}, "--hoses 5 is more than 4, the number of its taps; give a smaller number"),
+        ({"hoses": 0}, "--hoses 0 is not positive"),
         ({"size": -1, "leak": 2}, "--size -1 is not positive; give a finite number above 0\n--leak 2 is not in [0, 1)"),
     ]
     assert not not_refused(rows, lambda values: TankConfig(**values))
-    assert TankConfig(size=0.5, level=0, leak=0.5, share=0.5).level == 0
+    assert TankConfig(size=0.5, level=0, leak=0.5, share=0.5, hoses=4).level == 0

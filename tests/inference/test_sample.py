@@ -75,7 +75,7 @@ def test_temperature_0_takes_the_most_likely_token_after_the_penalty():
 def test_invalid_sampling_settings_raise_an_error():
     rows = [
         ({"sample_top_p": 1.1}, "--sample-top-p 1.1 is not in (0, 1]"),
-        ({"sample_min_p": 1.5}, "--sample-min-p 1.5 is not in [0, 1]"),
+        ({"sample_min_p": 1.5}, "--sample-min-p 1.5 is more than 1"),
         ({"sample_stop": ("a", "")}, "--sample-stop '' is in every text"),
     ]
     assert not not_refused(rows, lambda fields: sample(**fields))

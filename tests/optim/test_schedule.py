@@ -99,7 +99,6 @@ REFUSED = [
     (ITERS, {"lr_warmup_init": 2.0}, "--lr-warmup-init 2.0 is not between 0 and --lr 1.0"),
     (ITERS, {"lr_decay_style": "WSD"}, "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
     (ITERS, {**WSD, "lr_wsd_decay_iters": 9, "lr_warmup_iters": 2}, "decay-iters 9 does not fit"),
-    (ITERS, {"start_weight_decay": 0.1}, "--start-weight-decay 0.1 needs --weight-decay-incr-style"),
     (ITERS, {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}, "(given: None, 0.1)"),
     (ITERS, DECAYS, "--start-weight-decay 0.2 is not between 0 and --end-weight-decay 0.1"),
 ]

@@ -31,6 +31,7 @@ from helpers.training import (
 )
 from torch import nn
 
+from megazpp.base.command_line import FlagParser
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import LoadSource, find_weights, load_weights
@@ -494,7 +495,8 @@ def test_full_disk_leaves_no_store_and_unfinished_file_is_overwritten(load, tmp_
 
 def test_contradicting_flags_raise_an_error():
     rows = (
-        ({"weight_store": "x"}, "--weight-store x needs --weights-device disk, not device"),
-        ({"weights_device": "disk", "prefetch_layers": -1}, "--prefetch-layers -1 is negative"),
+        ("--weight-store x", "--weight-store x needs --weights-device disk, not device"),
+        ("--weights-device disk --prefetch-layers -1", "--prefetch-layers -1 is negative"),
     )
-    assert not not_refused(rows, lambda flags: WeightsConfig(**flags))
+    parser = FlagParser([WeightsConfig], program="generate.py")
+    assert not not_refused(rows, lambda flags: parser.read(flags.split(), Path(), {}))

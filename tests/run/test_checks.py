@@ -66,13 +66,17 @@ REFUSED = """
 1 | --fp16 --bf16 | --fp16 and --bf16 are both set: choose one
 1 | --lr-warmup-iters 2 --lr-warmup-fraction 0.1 | --lr-warmup-fraction 0.1 and --lr-warmup-iters 2 exclude each
 1 | --grad-reduce-in-bf16 | --grad-reduce-in-bf16 requires --bf16
-1 | --seed 4294967296 | --seed 4294967296 is not a number from 0 to 4294967295
-1 | --distributed-timeout-minutes 1e12 | --distributed-timeout-minutes 1000000000000.0 is more than a year
-1 | --distributed-timeout-seconds-after-init 1e12 | 1000000000000.0 is more than a year
+1 | --seed 4294967296 | --seed 4294967296 is more than 4294967295, the largest
+1 | --distributed-timeout-minutes 1e12 | 1000000000000.0 is more than 527040, a year
+1 | --distributed-timeout-seconds-after-init 1e12 | 1000000000000.0 is more than 31622400, a
 1 | --optimizer sgd --sgd-momentum 1 | --sgd-momentum 1.0 is not in [0, 1)
-1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is not a number from 1 to 64
+1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is more than 64, NCCL's limit
+1 | --node-rank 1 | command line: --node-rank 1 needs --nnodes
+1 | --master-addr a | command line: --master-addr a needs --nnodes
+1 | --master-port 70000 | --master-port 70000 is more than 65535, the largest TCP port
+1 | --start-weight-decay 0.1 | --start-weight-decay 0.1 needs --weight-decay-incr-style linear cosine, not constant
 1 | --lr -1 --min-lr 1e-4 | --lr -1.0 is negative
-1 | --zero-gradient-bits 3 4 | --zero-gradient-bits 3 4 is not valid; expected two of 4, 8 and 16
+1 | --zero-gradient-bits 3 4 | --zero-gradient-bits: '3' is not one of 4, 8, 16
 2 | --zero-weight-delta auto | --zero-weight-delta auto chooses the format in which --zeropp sends weights: add --zeropp
 2 | --zeropp --zero-weight-delta auto --zero-quantized-weights | auto and --zero-quantized-weights are both set
 2 | --zeropp --zero-weight-delta auto --no-zero-quantized-weights | auto and --no-zero-quantized-weights are both set
