@@ -39,7 +39,7 @@ class InspectConfig(Config):
         tokens: number of tokens to print.
     """
 
-    input: str | None = flag(None, metavar="PREFIX")
+    input: str = flag(None, metavar="PREFIX", required=True)
     document: int = flag(0)
     tokens: int = flag(100, must_be="not negative")
 
@@ -47,8 +47,6 @@ class InspectConfig(Config):
 @program_of(InspectConfig, TokenizerConfig)
 def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     """Print the statistics of the dataset and the beginning of a document."""
-    if config.input is None:
-        raise ValueError("--input is missing; give the prefix of a .bin/.idx pair")
     dataset = IndexedDataset(Path(config.input).expanduser())
     lengths = dataset.document_lengths
     if not 0 <= config.document < len(lengths):

@@ -38,8 +38,8 @@ class MergeConfig(Config):
         overwrite: replace an existing pair with the output's prefix.
     """
 
-    input: tuple[str, ...] = flag((), nargs="+")
-    output_prefix: str | None = flag(None, metavar="PREFIX")
+    input: tuple[str, ...] = flag(None, nargs="+", required=True)
+    output_prefix: str = flag(None, metavar="PREFIX", required=True)
     overwrite: bool = flag(False)
 
 
@@ -47,8 +47,6 @@ class MergeConfig(Config):
 def main(config: MergeConfig) -> None:
     """Merge the given .bin/.idx pairs, and print the prefix of the merged pair."""
     # Check all inputs before anything is written.
-    if config.output_prefix is None:
-        raise ValueError("--output-prefix is missing; give the prefix of the merged pair")
     check_prefix(config.output_prefix, "--output-prefix")
     output = Path(config.output_prefix).expanduser()
     prefixes = _find_pairs(config.input)
@@ -95,8 +93,6 @@ def _find_pairs(values: Sequence[str]) -> list[Path]:
             prefixes += found
         else:
             prefixes.append(path)
-    if not prefixes:
-        raise ValueError("--input is missing; give the prefixes of the pairs to merge, or their folder")
     return prefixes
 
 

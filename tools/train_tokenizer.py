@@ -55,9 +55,9 @@ class TrainTokenizerConfig(Config):
         overwrite: replace an existing tokenizer at the output's path.
     """
 
-    input: tuple[str, ...] = flag((), nargs="+")
+    input: tuple[str, ...] = flag(None, nargs="+", required=True)
     json_key: str = flag("text")
-    output_prefix: str | None = flag(None, metavar="PREFIX")
+    output_prefix: str = flag(None, metavar="PREFIX", required=True)
     vocab_size: int = flag(32000, must_be="positive", most=MOST_TOKENS)
     model_type: Literal["bpe", "unigram"] = flag("bpe")
     max_characters: int = flag(MAX_CHARACTERS, must_be="positive")
@@ -76,10 +76,6 @@ class TrainTokenizerConfig(Config):
 @program_of(TrainTokenizerConfig)
 def main(config: TrainTokenizerConfig) -> None:
     """Train the SentencePiece tokenizer on the input files, and print the path of its file."""
-    if not config.input:
-        raise ValueError("--input is missing; give the files to train on")
-    if config.output_prefix is None:
-        raise ValueError("--output-prefix is missing; give the prefix of the tokenizer's file")
     check_prefix(config.output_prefix, "--output-prefix")
     output = Path(config.output_prefix + ".model").expanduser()
     check_writable(output, "--output-prefix", overwrite=config.overwrite)

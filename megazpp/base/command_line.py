@@ -202,8 +202,13 @@ class FlagParser:
                 stays, goes = (" ".join([words[name].name, *words[name].values]) for name in (one, other))
                 notices.append(f"{words[other].origin}: {goes} gives way to {stays} ({words[one].origin})")
 
-        # ---- build the configs, which check their own fields
+        # ---- find missing flags, and build the configs, which check their own fields
         configs, chosen = [], {**self._defaults, **values}
+        fields = [(config, field) for config in self.configs for field in dataclasses.fields(config)]
+        if not problems:  # a mistyped flag is not also reported as missing
+            for config, field in fields:
+                if field.metadata["flag"].required and field.name not in chosen:
+                    problems.append(f"{flag_name(field)} is missing: add it ({flag_texts(config).get(field.name)})")
         for config in self.configs:
             own = {field.name: chosen[field.name] for field in dataclasses.fields(config) if field.name in chosen}
             try:

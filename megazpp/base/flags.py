@@ -52,6 +52,7 @@ class FlagSpec(NamedTuple):
         needs: another flag without which this flag has no effect, such as `--plan`, optionally followed by the values
             that the other flag must have, such as `--optimizer sgd`. Setting this flag is an error if the other flag is
             off.
+        required: True if a command line without this flag is an error. The field's default is then None.
         common: True if --help lists the flag; --help-all lists all flags.
         per_host: True if ranks on several hosts may have different values. The ranks compare all other flags.
         shape: for a field of `GPTConfig`: False if it affects neither the shapes nor the meaning of the weights; or the
@@ -65,6 +66,7 @@ class FlagSpec(NamedTuple):
     nargs: int | str | None = None
     metavar: str | None = None
     needs: str | None = None
+    required: bool = False
     common: bool = False
     per_host: bool = False
     shape: bool | str = True

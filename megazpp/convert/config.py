@@ -24,8 +24,8 @@ class ConvertConfig(Config):
         keep_adapters: write a LoRA run's base, and its adapters for PEFT into adapter/, instead of merging them.
     """
 
-    input: str | None = flag(None)
-    output: str | None = flag(None)
+    input: str = flag(None, required=True)
+    output: str = flag(None, required=True)
     source: Literal["huggingface", "megatron", "megazpp"] | None = flag(None, name="--from")
     target: Literal["huggingface", "megazpp"] | None = flag(None, name="--to")
     ckpt_step: int | None = flag(None)

@@ -48,8 +48,6 @@ def convert(
             the model. Nothing is written in these cases.
     """
     # ---- check the flags
-    if config.input is None or config.output is None:
-        raise ValueError(f"{'--input' if config.input is None else '--output'} is missing: name a folder")
     source, target = Path(config.input).expanduser(), Path(config.output).expanduser()
     if not source.is_dir():
         raise ValueError(

@@ -59,9 +59,9 @@ class PreprocessConfig(Config):
         overwrite: replace existing datasets.
     """
 
-    input: tuple[str, ...] = flag((), nargs="+")
+    input: tuple[str, ...] = flag(None, nargs="+", required=True)
     json_keys: tuple[str, ...] = flag(("text",), nargs="+")
-    output_prefix: str | None = flag(None, metavar="PREFIX")
+    output_prefix: str = flag(None, metavar="PREFIX", required=True)
     append_eod: bool = flag(False)
     workers: int = flag(1, must_be="positive")
     log_interval: int = flag(1000, must_be="positive")
@@ -227,10 +227,6 @@ def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[
     Returns:
         The input files, and for each of --json-keys the prefix of the .bin/.idx pair to write.
     """
-    if not config.input:
-        raise ValueError("--input is missing: name the files to tokenize")
-    if config.output_prefix is None:
-        raise ValueError("--output-prefix is missing: give the prefix of the datasets to write")
     if tokenizer is None:
         raise ValueError("--tokenizer-model is missing: name a tokenizer (tools/train_tokenizer.py trains one)")
     if config.append_eod and tokenizer.eod is None:

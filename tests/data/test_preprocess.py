@@ -139,9 +139,7 @@ def test_invalid_flags_are_rejected_before_anything_is_written(tmp_path):
     tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, "[UNK]")).save(str(tmp_path / "tokenizer.json"))
     without_eod, before = TokenizerConfig(tokenizer_model=str(tmp_path)), contents(tmp_path)
     rows = [
-        ({"input": ()}, BYTES, "--input is missing"),
         ({"input": ("none.jsonl",)}, BYTES, "none.jsonl does not exist"),
-        ({"output_prefix": None}, BYTES, "--output-prefix is missing"),
         ({"output_prefix": "/nowhere/x"}, BYTES, "/nowhere is not a directory"),
         ({"json_keys": ("text", "text")}, BYTES, "--json-keys text text names a field twice"),
         ({"workers": 0}, BYTES, "--workers 0 is not positive"),

@@ -43,7 +43,9 @@ preprocess_data --input a.jsonl --dataset-impl lazy | only mmap
 preprocess_data --inptu a.jsonl | --inptu is not a flag; did you mean --input?
 generate --load x --tokens 9 | --tokens is not a flag; did you mean --eos-token or --sample-tokens?
 train_tokenizer --character-coverage 2 | --character-coverage 2.0 is not a fraction from 0.98 to 1
-train_tokenizer --workers 1 | --input is missing
+train_tokenizer --workers 1 | --input is missing: add it (JSON Lines, Parquet or text files
+preprocess_data --workers 1 | --input is missing: add it
+convert_checkpoint --input x | --output is missing: add it
 train_tokenizer --input a.jsonl --output-prefix none/x | none is not a directory
 train_tokenizer --input none.jsonl | none.jsonl does not exist
 train_tokenizer --input empty.jsonl | holds no text
