@@ -9,11 +9,12 @@ flags are the flags of pretrain_gpt.py, whose --plan estimates one run on one cl
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
@@ -21,24 +22,33 @@ from megazpp.base.program import begin
 
 begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
-from megazpp.base.program import answer_flags, flags_of, program, say_notices
+from megazpp.base.flags import Config, flag
+from megazpp.base.program import answer_flags, program, say_notices
 from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, RunConfig, parse_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, ParsedRun]:
-    """Return the flags of this program, and the flags of pretrain_gpt.py, from the command line."""
-    parser = flags_of(__doc__)
-    parser.add_argument(
-        "--nodes", type=int, nargs="+", required=True, help="numbers of nodes, instead of the cluster file's number"
-    )
-    parser.add_argument(
-        "--micro-batches", type=int, default=1, help="number of micro-batches per optimizer step (default: 1)"
-    )
-    args, run_flags = parser.parse_known_args(argv)
-    return args, parse_run_config(run_flags, ROOT, features=FEATURES, program="plan.py")
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig(Config):
+    """Weak scaling.
+
+    The sizes for which the schemes are estimated.
+
+    Attributes:
+        nodes: numbers of nodes, instead of the cluster file's number.
+        micro_batches: number of micro-batches per optimizer step.
+    """
+
+    nodes: tuple[int, ...] = flag(None, required=True)
+    micro_batches: int = flag(1, must_be="positive")
+
+
+def parse(argv: list[str]) -> ParsedRun:
+    """Return the flags of the command line: those of this program, and those of pretrain_gpt.py."""
+    options: dict[str, Any] = {"description": __doc__, "extra": (ScalingConfig,), "common": ()}
+    return parse_run_config(argv, ROOT, features=FEATURES, program="plan.py", **options)
 
 
 answer_flags(__name__, parse)  # before the imports below, which take seconds
@@ -53,8 +63,8 @@ from megazpp.topology.cluster_file import read_cluster
 @program
 def main(argv: list[str]) -> None:
     """Print a Markdown table with a row per cluster size and a column per scheme."""
-    args, parsed = parse(argv)
-    config = parsed.config
+    parsed = parse(argv)
+    config, (scaling,) = parsed.config, parsed.extra
     say_notices(parsed.notices)
     path = config.cluster.cluster_file
     if path is None or config.tokenizer.known_vocab_size is None:
@@ -63,9 +73,9 @@ def main(argv: list[str]) -> None:
         raise ValueError("--micro-batch-size is required, because all cluster sizes use the same micro-batch size")
     config, cluster = for_planning(config, "plan.py"), read_cluster(path)
     rows = {}
-    for nodes in args.nodes:
+    for nodes in scaling.nodes:
         larger = dataclasses.replace(cluster, num_nodes=nodes, order=None)
-        rows[larger.world_size] = estimate_schemes(config, larger, micro_batches=args.micro_batches)
+        rows[larger.world_size] = estimate_schemes(config, larger, micro_batches=scaling.micro_batches)
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     print(f"| {' | '.join(['GPUs', *names])} |", "|---" * (len(names) + 1) + "|", sep="\n")
     for gpus, row in rows.items():

@@ -10,9 +10,10 @@ pretrain_gpt.py; only those that affect the layout matter. No worker is started.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
@@ -20,29 +21,37 @@ from megazpp.base.program import begin
 
 begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
-from megazpp.base.program import answer_flags, flags_of, program, say_notices
+from megazpp.base.flags import Config, flag
+from megazpp.base.program import answer_flags, program, say_notices
 from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, parse_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, ParsedRun]:
-    """Return the flags of this program, and the flags of pretrain_gpt.py, from the command line."""
-    parser = flags_of(__doc__)
-    parser.add_argument("--nodes", type=int, help="number of nodes")
-    parser.add_argument("--ranks-per-node", type=int, help="number of ranks on each node")
-    parser.add_argument(
-        "--fast-domain", type=int, help="number of ranks that the fastest links connect (default: the ranks of a node)"
-    )
-    parser.add_argument(
-        "--rank-order",
-        choices=["block", "cyclic"],
-        default="block",
-        help="numbering of the ranks: node by node (block), or in turn over all nodes (cyclic) (default: block)",
-    )
-    args, run_flags = parser.parse_known_args(argv)
-    return args, parse_run_config(run_flags, ROOT, features=FEATURES, program="show_topology.py")
+@dataclass(frozen=True, kw_only=True)
+class TopologyConfig(Config):
+    """Topology.
+
+    The cluster, unless --cluster-file describes it.
+
+    Attributes:
+        nodes: number of nodes.
+        ranks_per_node: number of ranks on each node.
+        fast_domain: number of ranks that the fastest links connect (default: the ranks of a node).
+        rank_order: numbering of the ranks: node by node (block), or in turn over all nodes (cyclic).
+    """
+
+    nodes: int | None = flag(None, must_be="positive")
+    ranks_per_node: int | None = flag(None, must_be="positive")
+    fast_domain: int | None = flag(None, must_be="positive")
+    rank_order: Literal["block", "cyclic"] = flag("block")
+
+
+def parse(argv: list[str]) -> ParsedRun:
+    """Return the flags of the command line: those of this program, and those of pretrain_gpt.py."""
+    options: dict[str, Any] = {"description": __doc__, "extra": (TopologyConfig,), "common": ()}
+    return parse_run_config(argv, ROOT, features=FEATURES, program="show_topology.py", **options)
 
 
 answer_flags(__name__, parse)  # before the imports below, which take seconds
@@ -56,38 +65,34 @@ from megazpp.topology.show import topology_text
 @program
 def main(argv: list[str]) -> None:
     """Print the layout of ranks and parallel axes that the flags give."""
-    args, parsed = parse(argv)
-    config = parsed.config
+    parsed = parse(argv)
+    config, (flags,) = parsed.config, parsed.extra
     say_notices(parsed.notices)
-    cluster = choose_cluster(args, config.cluster.cluster_file)
-    print(topology_text(lay_out(config, cluster)))
+    print(topology_text(lay_out(config, choose_cluster(flags, config.cluster.cluster_file))))
 
 
-def choose_cluster(args: argparse.Namespace, cluster_file: str | None) -> Cluster:
+def choose_cluster(flags: TopologyConfig, cluster_file: str | None) -> Cluster:
     """Return the cluster that the cluster file or the flags --nodes and --ranks-per-node describe.
 
     Args:
-        args: the flags of this program.
+        flags: the flags of this program.
         cluster_file: path of the cluster file, if one is given.
     Raises:
-        ValueError: neither the file nor flags describe the cluster, or both do, or a size is not positive.
+        ValueError: neither the file nor flags describe the cluster, or both do.
     """
-    sizes = {"--nodes": args.nodes, "--ranks-per-node": args.ranks_per_node, "--fast-domain": args.fast_domain}
-    given = [f"{flag} {value}" for flag, value in sizes.items() if value is not None]
+    sizes = {"--nodes": flags.nodes, "--ranks-per-node": flags.ranks_per_node, "--fast-domain": flags.fast_domain}
+    given = [f"{name} {size}" for name, size in sizes.items() if size is not None]
     if cluster_file is not None:
         if given:
             raise ValueError(f"--cluster-file {cluster_file} and {given[0]} both describe the cluster; give only one")
         return read_cluster(cluster_file)
-    if args.nodes is None or args.ranks_per_node is None:
+    if flags.nodes is None or flags.ranks_per_node is None:
         raise ValueError("no cluster is given; use --cluster-file FILE, or --nodes N and --ranks-per-node R")
-    for flag, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} {value} is not positive")
     return Cluster(
-        num_nodes=args.nodes,
-        ranks_per_node=args.ranks_per_node,
-        domain_size=args.fast_domain,
-        order=cyclic_order(args.nodes, args.ranks_per_node) if args.rank_order == "cyclic" else None,
+        num_nodes=flags.nodes,
+        ranks_per_node=flags.ranks_per_node,
+        domain_size=flags.fast_domain,
+        order=cyclic_order(flags.nodes, flags.ranks_per_node) if flags.rank_order == "cyclic" else None,
     )
 
 
