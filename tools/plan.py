@@ -23,7 +23,7 @@ from megazpp.base.program import begin
 begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.flags import Config, flag
-from megazpp.base.program import answer_flags, program, say_notices
+from megazpp.base.program import answer_flags, markdown, program, say_notices
 from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, RunConfig, parse_run_config
 
@@ -77,11 +77,14 @@ def main(argv: list[str]) -> None:
         larger = dataclasses.replace(cluster, num_nodes=nodes, order=None)
         rows[larger.world_size] = estimate_schemes(config, larger, micro_batches=scaling.micro_batches)
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    print(f"| {' | '.join(['GPUs', *names])} |", "|---" * (len(names) + 1) + "|", sep="\n")
-    for gpus, row in rows.items():
-        texts = {name: f"{found.teraflops:.3g}" for name, found in row.items()}
-        cells = [texts.get(name, "-") if name not in row or row[name].fits else f"({texts[name]})" for name in names]
-        print(f"| {' | '.join([str(gpus), *cells])} |")
+    cells = [[str(gpus), *(_cell(row.get(name)) for name in names)] for gpus, row in rows.items()]
+    print("\n".join(markdown(["GPUs", *names], cells)))
+
+
+def _cell(found: Estimate | None) -> str:
+    """Return an estimate's model TFLOP/s per GPU as a cell of the table, in brackets if the memory is too small."""
+    text = "-" if found is None else f"{found.teraflops:.3g}"
+    return text if found is None or found.fits else f"({text})"
 
 
 def estimate_schemes(config: RunConfig, cluster: Cluster, *, micro_batches: int) -> dict[str, Estimate]:

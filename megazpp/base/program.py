@@ -520,6 +520,11 @@ def times_fewer(sent_bytes: float, other_bytes: float) -> str:
     return f"{other_bytes / sent_bytes:.1f} x fewer" if sent_bytes and other_bytes > 1.05 * sent_bytes else ""
 
 
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table, from the cells of its header and of its other rows."""
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
 def aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Yield the lines of a text table, one per row, with each column padded to the width of its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -39,7 +39,7 @@ from benchmark_cluster_ranks import ESTIMATE
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_this_machine
 
 from megazpp.base.files import write_whole
-from megazpp.base.program import EXIT_INTERRUPTED, MEGA, UserError, exit_on_signals, flags_of, program, say
+from megazpp.base.program import EXIT_INTERRUPTED, MEGA, UserError, exit_on_signals, flags_of, markdown, program, say
 from megazpp.features import FEATURES
 from megazpp.run.arguments import parse_run_config
 from megazpp.run.checks import plan_run
@@ -317,7 +317,7 @@ def _speed_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
             cells.append(f"{statistics.median(times):.2f} s ({against})" if times else "-")
         most = max(sum(s.variant == name for s in here) for name in names)
         rows.append([rate, *cells, str(most)])
-    return _markdown(["uplink", *names, "rounds"], rows)
+    return markdown(["uplink", *names, "rounds"], rows)
 
 
 def _estimate_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
@@ -331,7 +331,7 @@ def _estimate_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
         loss = measured[taken] / min(measured[name] for name in formats) if formats else math.nan
         rows.append([rate, *cells, taken, f"{loss:.2f}"])
     header = [f"{name}: estimate (relative to the measured step)" for name in names]
-    return _markdown(["uplink", *header, "auto takes", "its step, relative to the faster format"], rows)
+    return markdown(["uplink", *header, "auto takes", "its step, relative to the faster format"], rows)
 
 
 def _limit_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
@@ -348,7 +348,7 @@ def _limit_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
             wire = 8 * statistics.median(statistics.mean(s.uplink_bytes) for s in samples if s.variant == name) / bits
             cells.append(f"{seconds[name] / max(wire, fastest[name]):.2f} (wire {wire:.2f} s)")
         rows.append([rate, *cells])
-    return _markdown([f"step / max(wire, step at {rates[-1]})", *names], rows)
+    return markdown([f"step / max(wire, step at {rates[-1]})", *names], rows)
 
 
 def _rates(samples: Sequence[Sample]) -> list[str]:
@@ -377,12 +377,7 @@ def _bytes_table(samples: Sequence[Sample], names: list[str], parameters: int) -
             in_models = f"{measured / (2 * parameters):.3f}"
             rows.append([name, f"{measured / MEGA:.3f}", in_models, f"{counted / MEGA:.3f}", above])
     header = ["sent per uplink and step", "MB by the interface", "in M", "MB by our counters", "difference"]
-    return _markdown(header, rows)
-
-
-def _markdown(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table, from the cells of its header and of its other rows."""
-    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+    return markdown(header, rows)
 
 
 @program

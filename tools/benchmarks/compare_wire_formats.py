@@ -23,7 +23,7 @@ from megazpp.base.program import begin
 
 begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
-from megazpp.base.program import flags_of, program
+from megazpp.base.program import flags_of, markdown, program
 
 PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
 LAST_STEPS = 50  # number of steps at the end of training whose losses are averaged
@@ -117,13 +117,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     Args:
         results: runs of each variant, in the same order of seeds; see `read`.
     """
-    # ---- make the header of the table
-    baseline = next(iter(results.values()))
-    head = (
-        f"| wire | train, last {LAST_STEPS} | mean distance of a step's loss | validation | difference of validation "
-    )
-    lines = [f"{head}| MB between nodes per step | steps to the first's loss |", "|---|---|---|---|---|---|---|"]
     # ---- make a row of the table for each variant
+    baseline, rows = next(iter(results.values())), []
     for name, runs in results.items():
         differences = [run["valid"] - base["valid"] for run, base in zip(runs, baseline, strict=True)]
         valid = statistics.mean(run["valid"] for run in runs)
@@ -132,11 +127,12 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
             train = f"{statistics.mean(loss for run in runs for loss in run['train'][-LAST_STEPS:]):.4f}"
             pairs = [zip(run["train"], base["train"], strict=True) for run, base in zip(runs, baseline, strict=True)]
             distance = f"{statistics.mean(abs(loss - other) for pair in pairs for loss, other in pair):.4f}"
-        lines.append(
-            f"| {name} | {train} | {distance} | {valid:.4f} "
-            f"| {mean_and_error(differences)} ({100 * statistics.mean(differences) / valid:+.2f} %) "
-            f"| {statistics.mean(run['cross'] for run in runs):.3f} | {steps_to(runs, baseline)} |"
-        )
+        difference = f"{mean_and_error(differences)} ({100 * statistics.mean(differences) / valid:+.2f} %)"
+        cross = f"{statistics.mean(run['cross'] for run in runs):.3f}"
+        rows.append([name, train, distance, f"{valid:.4f}", difference, cross, steps_to(runs, baseline)])
+    # ---- add the header, and a line about the spread between seeds
+    losses = (f"train, last {LAST_STEPS}", "mean distance of a step's loss", "validation", "difference of validation")
+    lines = markdown(["wire", *losses, "MB between nodes per step", "steps to the first's loss"], rows)
     spread = statistics.stdev(run["valid"] for run in baseline) if len(baseline) > 1 else float("nan")
     lines += ["", f"Seed to seed, {next(iter(results))}'s validation loss has standard deviation {spread:.4f}."]
     return "\n".join(lines)
