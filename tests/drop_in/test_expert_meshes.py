@@ -299,8 +299,6 @@ RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallel
         slow({"idle": True}, 1e-5),
         slow({"frozen": ("experts",)}, 1e-5),
         slow({"frozen": ("experts.up", "router", "words", "norm")}, 1e-5),
-        slow({"lora": True}, 1e-5),
-        slow({"checkpointing": True}, 1e-5),
         slow({"checkpointing": True, "lora": True, "accumulate": 2, "signal": "accumulate"}, 1e-5),
         slow({"compile": True}, 1e-5),
         slow({"ranks_per_node": 4}, 1e-5),
@@ -427,12 +425,19 @@ def resume_with_another_degree(
         torch.testing.assert_close(fresh, resumed("exact", case, folder), rtol=0, atol=0)
 
 
-@pytest.mark.slow
+SPMD = "spmd" if len(RECIPES) > 1 else "apart"
+
+
 @pytest.mark.parametrize(
-    ("recipe", "saved_ep", "ep", "ranks_per_node"),
-    [("apart", 2, 1, 2), ("apart", 1, 2, 2), ("spmd" if len(RECIPES) > 1 else "apart", 2, 4, 4)],
+    ("kind", "recipe", "saved_ep", "ep", "ranks_per_node"),
+    [
+        *(slow("exact", *change) for change in (("apart", 2, 1, 2), ("apart", 1, 2, 2), (SPMD, 2, 4, 4))),
+        slow("lossless", "apart", 1, 2, 2),
+        slow("feedback", SPMD, 2, 4, 4),
+        *(nightly("lossless", *change) for change in (("apart", 2, 1, 2), (SPMD, 2, 4, 4))),
+        *(nightly("feedback", "apart", *degrees, 2) for degrees in ((2, 1), (1, 2))),
+    ],
 )
-@pytest.mark.parametrize("kind", ["exact", "lossless", "feedback"])
 def test_training_of_experts_resumes_with_another_degree(kind, recipe, saved_ep, ep, ranks_per_node, tmp_path):
     """Lossless deltas and error feedback start anew, while weights and moments are those of the checkpoint."""
     ranks(RANKS).run(resume_with_another_degree, str(tmp_path), kind, recipe, saved_ep, ep, ranks_per_node)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.frameworks import is_installed
 from helpers.ranks import ranks
-from helpers.tiers import nightly
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -145,15 +144,11 @@ def like_fsdp2(case: dict[str, Any]) -> None:
     assert handle.counter.sent_bytes("cross") > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/drop_in/test_expert_meshes.py shards its own mixture by the same recipe, in the slow tier
 @pytest.mark.skipif(not is_installed("torchtitan"), reason="torchtitan is not installed, or not for this torch")
 @pytest.mark.parametrize(
     "case",
-    [
-        {"checkpointing": True, "accumulate": 2},
-        nightly({"checkpointing": True, "lora": True}),
-        nightly({"frozen": ("experts",)}),
-    ],
+    [{"checkpointing": True, "accumulate": 2}, {"checkpointing": True, "lora": True}, {"frozen": ("experts",)}],
     ids=str,
 )
 def test_torchtitan_mixture_trains_as_in_plain_fsdp2(case):

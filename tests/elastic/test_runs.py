@@ -132,7 +132,7 @@ FRAGMENTS = "--num-layers 3 --diloco-steps 6 --diloco-fragments 2"
 @pytest.mark.parametrize(
     ("flags", "iterations", "steps"),
     [
-        ("", 12, (5, 5, 2)),
+        nightly("", 12, (5, 5, 2)),
         nightly("--diloco-fragment-sync-delay 2 --diloco-fragment-update-alpha 0.4", 12, (5, 5, 2)),
         nightly("--optimizer muon", 12, (5, 5, 2)),
         ("--tensor-model-parallel-size 2", 12, (5, 5, 2)),
