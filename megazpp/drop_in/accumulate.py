@@ -11,7 +11,8 @@ The same votes show whether all ranks run this forward inside `accumulate`, or a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -19,7 +20,7 @@ import torch
 
 from megazpp.drop_in.units import ProgramUnit
 from megazpp.parallel.comm_queue import Work
-from megazpp.zero.comms import in_backward
+from megazpp.zero.comms import at_end_of_backward, in_backward
 
 # A rank's vote about gradients is the sum of some of these bits. INSIDE: the forward runs inside `Handle.accumulate`.
 # OUTSIDE: the forward runs outside of it. DISCARDED: the rank has discarded partial sums since its last vote.
@@ -66,9 +67,9 @@ class Accumulation:
         self.is_open = False
         self.ballots: list[Ballot] = []
         self._discarded = False  # True if this rank has discarded partial sums since its last vote
-        # Autograd's number of the last backward outside of `accumulate`, which completes `.grad`. None if the last
-        # backward was inside `accumulate`, or if `discard` was called since.
-        self._completing: int | None = None
+        # Weak reference to the backward outside of `accumulate` that completes `.grad`, dead if an exception has ended
+        # that backward. None before it, after its regular end, and after `discard`.
+        self._completing: Callable[[], object] | None = None
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -135,13 +136,16 @@ class Accumulation:
                 "discard() was called between a forward and its backward: run another forward before the backward, so "
                 "that all ranks discard their sums of gradients"
             )
-        backward = torch._C._current_graph_task_id()
-        if self._completing not in (None, backward) and any(sums.waiting for sums in self.sums):
+        interrupted = self._completing is not None and self._completing() is None
+        if interrupted and any(sums.waiting for sums in self.sums):
             raise RuntimeError(
                 "an exception has interrupted the backward that completes gradients after accumulate(), so sums of "
                 "gradients of that step still wait: call discard() and clear the gradients"
             )
-        self._completing = None if self.is_open else backward
+        if self.is_open:
+            self._completing = None
+        elif self._completing is None or interrupted:
+            self._completing = at_end_of_backward(functools.partial(setattr, self, "_completing", None))
 
     def waits_for(self, held: set[int] | None) -> str | None:
         """Return the name of one parameter whose gradient waits since `Handle.accumulate`; None if no gradient waits.

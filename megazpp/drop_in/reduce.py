@@ -41,7 +41,7 @@ class InterruptibleSchedule(ReduceSchedule):
 
         Autograd calls `end_backward` only at the regular end of a backward. Without such reductions, do nothing.
         """
-        if self._finishing and self._backward != torch._C._current_graph_task_id():
+        if self._finishing and self._running() is None:
             self.interrupted = True
             try:
                 self.end_backward()

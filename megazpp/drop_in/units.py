@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from megazpp.zero.comms import in_backward
 from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import plan_segments
 
@@ -295,6 +296,15 @@ def find_program_units(model: nn.Module) -> list[ProgramUnit]:
         if len(groups) == 1:
             found.append(unit)
     return found
+
+
+def in_backward_of(module: Any) -> bool:
+    """Return True if a backward of the model to which a wrapped module belongs runs in this thread.
+
+    Return False in the backward of another model.
+    """
+    # After an exception FSDP2's flag can remain True until the next backward, so also ask autograd.
+    return in_backward() and bool(module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
 
 
 def _groups_of(module: Any) -> list[Any]:

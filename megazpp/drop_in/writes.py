@@ -47,9 +47,9 @@ from megazpp.drop_in.accumulate import Accumulation, Ballot
 from megazpp.drop_in.checksum import checksum
 from megazpp.drop_in.codec import byte_ranges
 from megazpp.drop_in.gather import ProgramGather
-from megazpp.drop_in.units import ProgramUnit
+from megazpp.drop_in.units import ProgramUnit, in_backward_of
 from megazpp.parallel.axis import MeshAxis
-from megazpp.zero.comms import CommContext, in_backward
+from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import InterNodeMessage
 
 # A vote on a unit is an `InterNodeMessage`. The additional bit LATE says that the last forward used outdated weights.
@@ -125,9 +125,9 @@ class WatchedGather(ProgramGather):
         A frozen parameter can change if the program has frozen it while it had a gradient. The host waits for the
         device. With weight deltas, return False without a check, because the only checksum is that of all parameters.
         """
+        self._crossed.wait()
         assert self._sums is not None
         assert self._made_from is not None
-        self._crossed.wait()
         if self.secondary.sends_differences:
             return False
         for trained, shards in self._parts():
@@ -170,8 +170,8 @@ class WatchedGather(ProgramGather):
         """
         if vote == InterNodeMessage.KEYFRAME:
             return
+        self._crossed.wait()  # the unit's first hop, which creates the checksums, may still run after an async unshard
         assert self._sums is not None
-        self._crossed.wait()
         for trained, shards in self._parts():
             kind = self._kind_of(trained)
             if kind > vote:
@@ -377,7 +377,7 @@ class WriteWatch:
         the votes of other ranks.
         """
         # If the program has called `FSDPModule.unshard` outside of a forward, ranks have not voted on this unit yet.
-        if not (in_backward() or gather in self._decided):
+        if not (gather in self._decided or in_backward_of(gather.unit.modules[0])):
             self._decide([gather])
         yield from self.undone(gather)
 
@@ -415,7 +415,9 @@ class WriteWatch:
 
         Torch calls this hook before the forward of each FSDP2 module.
         """
-        if in_backward():  # activation checkpointing repeats a forward in a backward, which uses the same weights
+        # In the backward of a model, activation checkpointing repeats its forwards, which use the same weights. Other
+        # models may also run a forward then, for which ranks must vote.
+        if in_backward_of(module):
             return
         # While a forward of the outermost module runs, only modules inside of it begin forwards. A forward of another
         # module shows that an exception such as KeyboardInterrupt has ended the old forward without a call of `_end`.

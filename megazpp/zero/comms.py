@@ -44,6 +44,8 @@ Only this file imports FSDP2's interface for custom collectives, which is in a p
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
@@ -235,7 +237,9 @@ class ReduceSchedule:
         self.overlap, self._blocks_host = overlap, blocks_host
         self._sending: deque[Work[Any]] = deque()
         self._finishing: list[tuple[Work[Any], Callable[[], None]]] = []
-        self._backward = -1
+        # Weak reference to the call of `end_backward` that waits in autograd for the end of a running backward. It
+        # returns None if no backward runs that has reductions in flight, also after an exception has ended a backward.
+        self._running: Callable[[], object] = _nothing
 
     def sent(self, work: Work[Any]) -> None:
         """Register `work`, the task that sends a unit's gradients, and wait for earlier tasks of this kind.
@@ -250,17 +254,15 @@ class ReduceSchedule:
     def finish_later(self, work: Work[Any], finish: Callable[[], None]) -> None:
         """Let the end of the running backward wait for `work`, the task of a reduction, and then call `finish`."""
         self._finishing.append((work, finish))
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
-            Variable._execution_engine.queue_callback(self.end_backward)
+        if in_backward() and self._running() is None:  # `--plan` runs no backward
+            self._running = at_end_of_backward(self.end_backward)
 
     def end_backward(self) -> None:
         """Wait for the gradient reductions in flight, and complete the gradients of their sharding units.
 
         Autograd calls this method at the end of a backward. `--plan`, which runs no backward, calls it directly.
         """
-        self._backward = -1
+        self._running = _nothing
         finishing, self._finishing = self._finishing, []
         for work, finish in finishing:
             work.wait()
@@ -271,3 +273,18 @@ class ReduceSchedule:
 def in_backward() -> bool:
     """Return True if autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
+    """Let autograd call `function` at the regular end of the running backward, and return a weak reference.
+
+    The reference returns None as soon as the backward has ended, also if an exception has ended it. It does not return
+    None in a backward inside of this backward, such as those of reentrant activation checkpointing.
+    """
+    callback = functools.partial(function)
+    Variable._execution_engine.queue_callback(callback)
+    return weakref.ref(callback)
+
+
+def _nothing() -> None:
+    """Return None, like a dead weak reference."""

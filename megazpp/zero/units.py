@@ -313,12 +313,12 @@ def find_units(model: nn.Module, *, unit_class: type[U], data_dims: int = 1) -> 
     if not isinstance(model, FSDPModule):
         raise TypeError(f"{type(model).__name__} is not wrapped by fully_shard: call fully_shard(model) first")
     names = {module: name for name, module in model.named_modules()}
-    states: dict[object, list[Any]] = {}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            states.setdefault(module._get_fsdp_state(), []).append(module)
+    wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))
+    states: dict[Any, None] = dict.fromkeys(module._get_fsdp_state() for module in wrapped)
     units = []
-    for modules in states.values():
+    for state in states:
+        # FSDP2 keeps the modules in the order of the `fully_shard` call, which is also that of its flat shard.
+        modules = tuple(module for module in state._modules if module in names)
         seen: set[object] = set()
         found = [p for module in modules for p in _parameters(module, names, seen, data_dims)]
         if not found:
@@ -327,7 +327,7 @@ def find_units(model: nn.Module, *, unit_class: type[U], data_dims: int = 1) -> 
         mesh = found[0].module._parameters[found[0].attribute].device_mesh  # type: ignore[union-attr]
         unit = unit_class(
             name=", ".join(names[module] or "the rest" for module in modules),
-            modules=tuple(modules),
+            modules=modules,
             parameters=tuple(found),
             num_shards=mesh.size(data_dims - 1),
             segments=plan_segments(shapes, mesh.size(data_dims - 1), exact={p.name for p in found if p.exact}),

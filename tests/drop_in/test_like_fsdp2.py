@@ -3,6 +3,8 @@
 The loops change the trained parameters, accumulate and discard gradients, or use unusual models.
 """
 
+import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -16,6 +18,7 @@ from helpers.torch_versions import needs_integers, needs_reset
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import megazpp
 
@@ -271,6 +274,66 @@ def shards_kept_gathered_after_backward(mode: str) -> Run:
         run.backward(2 * step, last=False)
         run.backward(2 * step + 1)
         run.reshard()
+        run.step()
+    return run
+
+
+@scenario
+def gathers_started_before_the_forward(mode: str) -> Run:
+    run = Run(mode)
+    if run.handle is not None:  # the forward then begins before the communication thread starts the first gather
+        run.handle._watched[0]._cross_queue.submit(functools.partial(time.sleep, 0.1))
+    for step in range(3):
+        for block in run.model.blocks:
+            block.unshard(async_op=True)
+        run.backward(step)
+        run.step()
+    return run
+
+
+@scenario
+def blocks_with_reentrant_checkpoints(mode: str) -> Run:
+    """Recompute blocks in backwards of their own, inside of the model's backward, while gradients wait."""
+    run = Run(mode)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = run.model.blocks[0](x)
+        for block in run.model.blocks[1:]:
+            x = checkpoint(block, x, use_reentrant=True)
+        return run.model.heads[0](x)
+
+    run.model.forward = forward
+    for step in range(3):
+        run.backward(2 * step, last=False)
+        run.backward(2 * step + 1)
+        run.step()
+    return run
+
+
+@scenario
+def forward_in_the_backward_of_another_model(mode: str) -> Run:
+    """Multiply the gradient of a model's output by the output of another model, which trains as well."""
+    run, other = Run(mode), Run(mode)
+
+    def multiply(gradient: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return gradient * other.model(torch.ones(1, WIDTH)).mean()
+
+    for step in range(3):
+        output = run.model(torch.full((2, WIDTH), 0.1 * (step + dist.get_rank())))
+        output.register_hook(multiply)
+        output.square().mean().backward()
+        run.step()
+        other.backward(step)
+        other.step()
+    return run
+
+
+@scenario
+def unit_of_modules_in_reverse_order(mode: str) -> Run:
+    run = Run(mode, lambda model: fully_shard([model.heads[1], model.blocks[0].up]))
+    for step in range(3):
+        run.backward(step, head=1)
         run.step()
     return run
 
@@ -615,6 +678,10 @@ def compare_with_plain(name: str, world_size: int, modes: tuple[str, ...]) -> No
 
 
 FIRST = (
+    "forward_in_the_backward_of_another_model",
+    "unit_of_modules_in_reverse_order",
+    "gathers_started_before_the_forward",
+    "blocks_with_reentrant_checkpoints",
     "used_in_some_micro_batches",
     "one_rank_discards",
     "aborted in backward, last",
