@@ -293,9 +293,10 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
         mesh = parameter.device_mesh
         if getattr(parameter.placements[0], "dim", None) != 0 or mesh.ndim > 2:
             raise ValueError(
-                f"the parameter {name} is placed as {parameter.placements} on {mesh}: ZeRO++ requires Shard(0) over a "
-                "mesh [data], [data, tensor parallel] or [data, expert parallel]. HSDP, further mesh dims, and experts "
-                "that are sharded over more ranks than there are experts are not supported"
+                f"the parameter {name} is placed as {parameter.placements} on {mesh}, but ZeRO++ requires Shard(0) "
+                "over a mesh [data], [data, tensor parallel] or [data, expert parallel]. HSDP and further mesh dims "
+                "are not supported: call fully_shard with such a mesh and without shard_placement_fn, and shard "
+                "experts over no more ranks than there are experts"
             )
         ranks = tuple(dist.get_process_group_ranks(mesh.get_group(0)))
         first, known = meshes.get(ranks, (name, mesh))

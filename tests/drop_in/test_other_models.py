@@ -253,7 +253,8 @@ def refuse_all() -> None:
     two_dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     refused: dict[str, Callable[[nn.Module], Any]] = {
         "DistributedDataParallel": nn.parallel.DistributedDataParallel,
-        "HSDP, further mesh dims": whole(mesh=two_dims),
+        "HSDP and further mesh dims": whole(mesh=two_dims),
+        "without shard_placement_fn": whole(shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)),
         "the device mesh has 2 of 4 ranks": whole(mesh=two_dims["b"]),
         "in the order": whole(mesh=DeviceMesh("cpu", [0, 2, 1, 3])),
         "reshards to fewer ranks": first_block_apart(reshard_after_forward=2),
