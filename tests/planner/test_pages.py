@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 from helpers.small_run import ROOT, parse
@@ -9,7 +10,7 @@ from helpers.small_run import ROOT, parse
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.report import report_parts
 from megazpp.planner.simulator import Memory
-from megazpp.planner.variants import for_planning, schemes
+from megazpp.planner.variants import for_planning, local_steps, schemes
 from megazpp.run.start import planned_cluster
 from megazpp.topology.cluster import Cluster, Link
 from megazpp.topology.cluster_file import read_cluster
@@ -78,10 +79,27 @@ def cells(line: str) -> list[str]:
     return line.strip("| ").split(" | ")
 
 
-@pytest.mark.parametrize("name", ["multi_node", "migrating_megatron"])
-def test_pages_table_of_schemes_has_every_row_of_the_plan(name, monkeypatch):
+def test_two_machines_page_quotes_the_plan_of_three_links(monkeypatch):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / f"docs/guides/{name}.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/guides/two_machines.md").read_text(encoding="utf-8")
+    (table,) = SCHEMES.finditer(text)
+    (command,) = (found[1] for found in PLAN.finditer(text, endpos=table.start()) if "two_laptops" in found[1])
+    config, cluster = (
+        for_planning(parse(command).config, "--plan"),
+        read_cluster(Path("configs/clusters/two_laptops.yaml")),
+    )
+    named = schemes(config) | local_steps(config, cluster)
+    for name, megabytes, *speeds in (cells(line) for line in table[1].splitlines()):
+        for gigabits, speed in zip((1, 2.5, 10), speeds, strict=True):
+            links = cluster.links._replace(network=Link(gigabits / 8))
+            found = Estimator(dataclasses.replace(cluster, links=links), device_type="cpu").estimate(named[name])
+            assert f"{found.node_cross_bytes / 1e6:.1f}" == megabytes
+            assert f"{found.tokens_per_second:.0f}" == speed
+
+
+def test_megatron_pages_table_of_schemes_has_every_row_of_the_plan(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/guides/migrating_megatron.md").read_text(encoding="utf-8")
     (table,) = SCHEMES.finditer(text)
     command = list(PLAN.finditer(text, endpos=table.start()))[-1][1]
     config = parse(command.replace("\\\n", " ")).config
