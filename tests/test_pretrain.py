@@ -391,6 +391,9 @@ def test_command_that_resumes_names_the_launcher(tmp_path, monkeypatch):
     again = what_next(forked, tmp_path, stopped=True, generate_flags="--chat")
     assert again == "to resume: python pretrain_gpt.py --save x"
     complete = what_next(parsed, tmp_path / "a b", stopped=False, generate_flags="--chat")
+    parts = what_next(parsed, tmp_path / "a b", stopped=False, generate_flags="--chat", split=True)
+    assert "has only a part of the checkpoint" in parts
+    assert "has only a part of the checkpoint" not in complete
     assert f"report.py '{tmp_path}/a b'\n" in complete
     assert "generate.py --load x --chat" in complete
 

@@ -111,6 +111,7 @@ def test_commands_of_the_page_measure_the_link_and_train(machines):
             text.replace("alpha", "node0").replace("beta", "node1").replace("10.0.0.1", "10.88.0.1").splitlines()
         ):
             assert line in shown, f"the page promises: {line}"
+    assert "each host has only a part of the checkpoint" in log
     alpha, beta = machines
     assert list(alpha.folder.glob("runs/*/checkpoints/iter_0000004/__0_0.distcp"))
     assert list(beta.folder.glob("runs/*/checkpoints/iter_0000004/__1_0.distcp"))

@@ -99,7 +99,13 @@ def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
 
 
 def conclude(
-    parsed: ParsedRun, run: RunContext, progress: TrainingProgress, *, loaded: bool, generate_flags: str | None
+    parsed: ParsedRun,
+    run: RunContext,
+    progress: TrainingProgress,
+    *,
+    loaded: bool,
+    generate_flags: str | None,
+    split: bool,
 ) -> None:
     """Log at the end of a run where its records are, and which commands the user can run next.
 
@@ -109,6 +115,7 @@ def conclude(
         progress: progress at the end of the run.
         loaded: True if the run has loaded a checkpoint.
         generate_flags: flags of tools/generate.py to suggest, as shell words; None if the model cannot generate text.
+        split: True if hosts without a shared folder each have only a part of the run's checkpoints.
     """
     config = parsed.config
     if config.checkpoint.load is not None and not loaded:
@@ -117,11 +124,13 @@ def conclude(
         run.log(f"records of this run: {run.folder.path}")
         run.log(f"tokenizer and data indices: {cache_dir(config.data)}", short="")
         stopped = progress.stop_reason is not None
-        commands = what_next(parsed, run.folder.path, stopped=stopped, generate_flags=generate_flags)
+        commands = what_next(parsed, run.folder.path, stopped=stopped, generate_flags=generate_flags, split=split)
         run.log(commands, short=commands)  # a terminal does not wrap `short`, so users can paste the commands
 
 
-def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generate_flags: str | None) -> str:
+def what_next(
+    parsed: ParsedRun, folder: Path, *, stopped: bool, generate_flags: str | None, split: bool = False
+) -> str:
     """Return lines with commands that the user can run after a training run.
 
     For a run that ended early, the only command resumes the run. For a complete run, the commands show its curves,
@@ -132,6 +141,7 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generate_flags:
         folder: run folder.
         stopped: True if the run ended early.
         generate_flags: flags of tools/generate.py to suggest, as shell words; None if the model cannot generate text.
+        split: True if hosts without a shared folder each have only a part of the run's checkpoints.
     """
     # ---- a run that ended early: how to resume it
     save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
@@ -160,6 +170,11 @@ def what_next(parsed: ParsedRun, folder: Path, *, stopped: bool, generate_flags:
 
     # ---- a complete run: what to do with its model
     lines = [f"see its curves: {tool('report')} {shlex.quote(str(folder))}"]
+    if split:
+        lines.append(
+            "each host has only a part of the checkpoint: before you use the model, copy the files of the checkpoint's "
+            "iter_... folder from the other hosts into the same folder of this host"
+        )
     if save is not None and generate_flags is not None:
         lines.append(f"generate text: {tool('generate')} --load {shlex.quote(save)} {generate_flags}")
     if any(path.startswith(BUILTIN) for path in parsed.config.data.text_path) and "save" not in parsed.origins:

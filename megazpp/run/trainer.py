@@ -550,8 +550,14 @@ class Trainer:
         if not run.stops.hurried:
             for attached in self.attached:
                 attached.finish(self.weights_for_evaluation, progress.iteration)
-        loaded, flags = run.checkpoint is not None, self.parts.generate_flags
-        conclude(run.parsed, run.context, progress, loaded=loaded, generate_flags=flags)
+        conclude(
+            run.parsed,
+            run.context,
+            progress,
+            loaded=run.checkpoint is not None,
+            generate_flags=self.parts.generate_flags,
+            split=run.save is not None and run.save.num_separate > 1,
+        )
 
     @contextmanager
     def weights_for_evaluation(self) -> Iterator[None]:
