@@ -217,14 +217,13 @@ def options_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat template's variables for one conversation, from a line of data.
 
     They come from the columns `tools`, `documents` and `chat_template_kwargs`. Each column holds a JSON value, or a
-    string that contains JSON, as in TRL's format for tools.
+    string that contains JSON, as in TRL's format for tools. A column that is null, or the string "null", is left out.
 
     Raises:
         ValueError: one of the columns has another type.
     """
-    found = {
-        name: parse_json(record[name], repr(name)) for name in ("tools", "documents") if record.get(name) is not None
-    }
+    parsed = {name: parse_json(record.get(name), repr(name)) for name in ("tools", "documents")}
+    found = {name: value for name, value in parsed.items() if value is not None}
     for name, value in found.items():
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
             raise ValueError(f"{name!r} is {value!r:.80}, not a list of objects: correct this column of the data")

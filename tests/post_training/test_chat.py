@@ -218,6 +218,7 @@ def test_template_and_column_errors_name_their_source(tmp_path):
         ({"chat_template_kwargs": [3]}, "'chat_template_kwargs' [3] is not a JSON object"),
     ]
     assert not not_refused(columns, options_of)
+    assert options_of({"tools": "null", "documents": "null", "chat_template_kwargs": "null"}) == {}
 
 
 ENDLESS = {
