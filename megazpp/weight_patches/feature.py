@@ -46,10 +46,11 @@ class WeightPatchesFeature(Feature):
             return Attached()
         from megazpp.parallel.dims import raise_on_all_ranks
         from megazpp.training.loop import AfterStep
-        from megazpp.weight_patches.patches import WeightPatches, take_patches_folder
+        from megazpp.weight_patches.patches import WeightPatches, check_shared, take_patches_folder
 
         take = functools.partial(take_patches_folder, flags.save_weight_patches, dims.world.rank)
         folder, lock = raise_on_all_ranks(dims.world, take)
+        check_shared(folder, dims.world)
         dtype, interval = config.precision.param_dtype, flags.weight_anchor_interval
         patches = WeightPatches(folder, interval, *trainer.parts.built, dims, dtype=dtype, lock=lock)
         return Attached(after_step=(AfterStep(patches.write, interval=1),))

@@ -28,6 +28,7 @@ message between nodes (`weights_left_out` in the log). Training uses these chang
 from __future__ import annotations
 
 import json
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -46,6 +47,7 @@ from megazpp.kernels.weight_delta import encode, message_bytes, numbers
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import TrainingProgress
+from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
 from megazpp.training.context import make_writable
 from megazpp.zero.config import CommPlan, PrecisionConfig
@@ -183,6 +185,32 @@ def take_patches_folder(path: str, rank: int) -> tuple[Path, IO[str] | None]:
     name = f"--save-weight-patches {folder}"
     with errors_as(name, OSError):
         return folder, lock_for_this_job(folder / "lock", name)
+
+
+def check_shared(folder: Path, world: MeshAxis) -> None:
+    """Raise a ValueError on all ranks if the folder of --save-weight-patches is not one folder for all ranks.
+
+    Each rank writes a part of every weight patch, and a rollout engine needs all parts.
+
+    Args:
+        folder: path of the folder on this rank, where it exists.
+        world: axis over all ranks of the job.
+    """
+    mark = world.share_object(Path(tempfile.mkdtemp(prefix=".", dir=folder)).name if world.rank == 0 else "")
+
+    def check() -> None:
+        """Raise a ValueError if this rank does not see the folder that rank 0 has just created."""
+        if not (folder / mark).is_dir():
+            raise ValueError(
+                f"--save-weight-patches {folder} is a separate folder on each host: choose a folder of a file system "
+                "that all hosts of the job share"
+            )
+
+    try:
+        raise_on_all_ranks(world, check)
+    finally:
+        if world.rank == 0:
+            (folder / mark).rmdir()
 
 
 def _is_first_copy(weight: DTensor) -> bool:

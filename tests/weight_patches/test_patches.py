@@ -26,8 +26,12 @@ from megazpp.convert.model import OUTPUT, WORDS, held, split_all
 from megazpp.convert.safetensors_file import read_metadata
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
+from megazpp.parallel.config import ParallelConfig
+from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.plan import plan_dims
+from megazpp.topology.cluster import Cluster
 from megazpp.weight_patches.feature import FEATURE
-from megazpp.weight_patches.patches import WeightPatches, take_patches_folder
+from megazpp.weight_patches.patches import WeightPatches, check_shared, take_patches_folder
 from megazpp.weight_patches.reader import PatchReader, newest_step
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 
@@ -236,6 +240,28 @@ def test_only_one_job_writes_weight_patches_into_a_folder(tmp_path, monkeypatch)
     assert take_patches_folder(str(folder), 1) == (folder, None)
     lock.close()
     take_patches_folder(str(folder), 0)[1].close()
+
+
+def check_folders(shared: Path, separate: Path) -> None:
+    """Check that two ranks may write weight patches into a common folder, but not into two folders."""
+    world = ParallelDims(
+        plan_dims(ParallelConfig(), Cluster(num_nodes=2, ranks_per_node=1), zero_stage=3), device_type="cpu"
+    ).world
+    check_shared(shared, world)
+    own = separate / str(world.rank)
+    own.mkdir()
+    with pytest.raises(
+        ValueError, match=r"--save-weight-patches .* is a separate folder on each host: choose a folder"
+    ):
+        check_shared(own, world)
+    assert not [*shared.iterdir(), *own.iterdir()]
+
+
+def test_separate_folders_of_two_hosts_are_refused_before_training(tmp_path):
+    folders = tmp_path / "shared", tmp_path / "separate"
+    for folder in folders:
+        folder.mkdir()
+    ranks(2).run(check_folders, *folders)
 
 
 def test_chain_that_cannot_be_created_ends_the_run_with_its_name(tmp_path):
