@@ -175,7 +175,7 @@ def _this_run(own: Estimate, estimator: Estimator) -> Iterator[str]:
         )
     # ---- yield the lines about the calibration of the times, and about the seconds per optimizer step
     if own.seconds is None or device is None:
-        yield "no times: the cluster file does not describe the device and the links that the run uses"
+        yield "no times: they need a --cluster-file that describes the device and the links that the run uses"
         return
     calibration = estimator.calibration
     yield f"calibration of times: {calibration.rests_on}"
@@ -350,8 +350,8 @@ def _best(estimator: Estimator, config: RunConfig) -> Iterator[str]:
         )
     elif not best.speed:
         yield (
-            "candidates, by the flags to append to the given ones; their speed is unknown, because the cluster file "
-            "does not describe both links and device:"
+            "candidates, by the flags to append to the given ones; their speed is unknown without a "
+            "--cluster-file that describes both links and device:"
         )
     else:
         yield "fastest candidates, by the flags to append to the given ones:"

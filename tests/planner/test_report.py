@@ -183,7 +183,7 @@ def test_report_of_local_steps_has_means_and_candidates_keep_them():
 
 def test_report_without_links_and_device_has_no_times():
     text = report("--zeropp", links=None, device=None)
-    assert "no times: the cluster file does not describe the device and the links that the run uses" in text
+    assert "no times: they need a --cluster-file that describes the device and the links that the run uses" in text
     assert "rank 0 sends per optimizer step" in text
 
 
