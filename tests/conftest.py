@@ -14,7 +14,6 @@ import torch
 from helpers.cpu_seconds import LIMIT, FileSeconds
 from helpers.ranks import start_server
 from hypothesis import settings
-from hypothesis.internal.conjecture import providers
 
 # No garbage collection until the tests are collected: imported objects stay anyway, and scanning them would take a
 # sixth of the time until the first test
@@ -27,9 +26,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 settings.register_profile("no deadline", deadline=None)  # a time limit per example would make tests fail on busy cores
 settings.load_profile("no deadline")
-# Hypothesis would parse the sources of all imported modules outside site-packages, and draw their constants, too. This
-# would take seconds in each process, and an edit anywhere would change the cases that are drawn.
-providers._get_local_constants = lambda: providers._local_constants
 
 if not torch.cuda.is_available():
     # Set before any Triton kernel is defined; Triton then interprets its kernels on CPU tensors

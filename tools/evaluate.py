@@ -22,7 +22,7 @@ from megazpp.base.program import begin
 
 begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
-from megazpp.base.flags import Config, flag
+from megazpp.base.flags import COMMAND_LINE, Config, flag
 from megazpp.base.program import answer_flags
 from megazpp.features import FEATURES
 from megazpp.inference.config import parse_checkpoint_flags
@@ -46,10 +46,23 @@ class EvaluateConfig(Config):
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later."""
-    return parse_checkpoint_flags(
+    """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later.
+
+    Raises:
+        ValueError: a flag is wrong, or --input is given together with a flag about the data of the training.
+    """
+    parsed = parse_checkpoint_flags(
         argv, EvaluateConfig, file=__file__, description=__doc__, features=FEATURES, common=COMMON
     )
+    text = next(config.input for config in parsed.extra if isinstance(config, EvaluateConfig))
+    for name in ("eval_iters", "split", "text_path", *PATHS) if text is not None else ():
+        if parsed.origins.get(name) == COMMAND_LINE:
+            flag_name = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag_name} chooses from the data of the training, but all of --input {text} is scored: leave out "
+                "one of the two"
+            )
+    return parsed
 
 
 answer_flags(__name__, parse)  # before the imports below, which take seconds

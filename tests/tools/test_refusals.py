@@ -70,6 +70,8 @@ evaluate --load ours --input empty.jsonl | --input empty.jsonl contains only emp
 evaluate --load ours --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 evaluate --load ours --input nowhere | --input nowhere is neither a text nor the prefix of
 evaluate --load ours --input lone | lone.bin
+evaluate --load ours --input a.jsonl --eval-iters 1 | --eval-iters chooses from the data of the training, but all of
+evaluate --load ours --input a.jsonl --data-path a | --data-path chooses
 evaluate --load ours --eval-iters 0 | --eval-iters 0
 generate | --load is missing
 generate --load ours --prompt-file nowhere | --prompt-file nowhere does not exist
