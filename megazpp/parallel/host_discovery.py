@@ -28,9 +28,10 @@ from megazpp.base.flags import wrong_types
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig
-from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, cluster_from_hosts, describe_hosts
+from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, cluster_from_hosts, describe_hosts, spread_notices
 
 T = TypeVar("T")
+SURVEY = "megazpp/survey"  # prefix of the keys in the job's store under which ranks describe their hosts
 UNKNOWN_LINKS = "the NVLink connections are unknown, so each node counts as one fast domain"
 
 
@@ -50,9 +51,11 @@ def resolve_cluster(
     Raises:
         ValueError: the hosts do not form a usable cluster. All ranks raise it with the same message.
     """
-    if config.cluster_file is not None or isinstance(config.emulate_nodes, int):
-        return announced
     info = describe_host(worker.local_rank, worker.device)
+    if config.cluster_file is not None or isinstance(config.emulate_nodes, int):
+        store = dist.PrefixStore(SURVEY, worker.store)
+        notices = spread_notices(_gather_infos(store, worker.rank, worker.world_size, info), announced)
+        return dataclasses.replace(announced, notices=(*announced.notices, *notices))
     found = share_survey(worker.store, worker.rank, worker.world_size, info)
     if config.emulate_nodes == "auto" and found.num_nodes == 1:
         return on_one_machine()
@@ -71,13 +74,12 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
         ValueError: the hosts do not form a usable cluster, or a rank's entry is malformed. All ranks raise it with the
             same message.
     """
-    store = dist.PrefixStore("megazpp/survey", store)
-    store.set(f"host/{rank}", json.dumps(dataclasses.asdict(info)))
-    if rank == 0:
+    store = dist.PrefixStore(SURVEY, store)
+    if rank > 0:
+        _gather_infos(store, rank, world_size, info)
+    else:
         try:
-            infos = [
-                _read(_wait_for(store, f"host/{other}", other), "HostInfo", _host_info) for other in range(world_size)
-            ]
+            infos = _gather_infos(store, rank, world_size, info)
             notices = dict.fromkeys((describe_hosts(infos), *(info.notice for info in infos if info.notice)))
             answer = dataclasses.asdict(cluster_from_hosts(infos)) | {"notices": list(notices)}
         except ValueError as error:
@@ -87,6 +89,18 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
     if isinstance(found, str):
         raise ValueError(found)
     return found
+
+
+def _gather_infos(store: dist.Store, rank: int, world_size: int, info: HostInfo) -> list[HostInfo]:
+    """Write the description of this rank's host to the store. On rank 0 return those of all ranks, otherwise [].
+
+    Raises:
+        ValueError: a rank has not written its entry within the store's timeout, or an entry is malformed; on rank 0.
+    """
+    store.set(f"host/{rank}", json.dumps(dataclasses.asdict(info)))
+    if rank > 0:
+        return []
+    return [_read(_wait_for(store, f"host/{other}", other), "HostInfo", _host_info) for other in range(world_size)]
 
 
 def _wait_for(store: dist.Store, key: str, rank: int) -> bytes:

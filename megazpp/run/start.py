@@ -112,8 +112,10 @@ def facts_of(parsed: ParsedRun) -> dict[str, str]:
     error messages use, such as "--lr", and the values are texts.
     """
     path = parsed.config.cluster.cluster_file
-    cluster = {} if path is None else {f"the cluster of --cluster-file {path}": str(read_cluster(path))}
-    return facts_of_flags(parsed.parts) | cluster
+    if path is None:
+        return facts_of_flags(parsed.parts)
+    cluster, fields = read_cluster(path), (field.name for field in dataclasses.fields(Cluster) if field.compare)
+    return facts_of_flags(parsed.parts) | {f"{name} in --cluster-file": str(getattr(cluster, name)) for name in fields}
 
 
 def facts_of_flags(parts: Sequence[Any]) -> dict[str, str]:

@@ -117,6 +117,25 @@ def describe_hosts(infos: Sequence[HostInfo]) -> str:
     return f"hosts: {_spell(infos, range(len(infos)), 8)}; {devices}"
 
 
+def spread_notices(infos: Sequence[HostInfo], cluster: Cluster) -> tuple[str, ...]:
+    """Return a warning if flags describe a node whose ranks are on several hosts, otherwise ().
+
+    Args:
+        infos: each rank's description of its host, by rank; empty to check nothing.
+        cluster: the cluster that --cluster-file or --emulate-nodes describes.
+    """
+    order, size = cluster.order or range(len(infos)), cluster.ranks_per_node
+    for node in range(cluster.num_nodes if infos else 0):
+        ranks = order[node * size : (node + 1) * size]
+        if len({_node(infos[rank]) for rank in ranks}) > 1:
+            return (
+                f"WARNING: node {node} of the cluster that --cluster-file or --emulate-nodes describes has "
+                f"{_spell(infos, ranks)}: the messages between these hosts are counted, and planned, as if they stayed "
+                "inside a node; correct the number or the order of the ranks, or leave the flag out",
+            )
+    return ()
+
+
 def _node(info: HostInfo) -> Hashable:
     """Return the key of a rank's node: the boot ID of its kernel, and its network namespace."""
     return (info.boot_id or info.host, info.network_namespace)

@@ -188,8 +188,8 @@ def traffic_table(rows: list[TrafficRow], zero3: Zero3Traffic | None) -> str:
         cross = sum(row.sent_bytes for row in rows if row.wire == "cross")
         ratio = f", {zero3.cross_bytes / cross:.1f} times as much" if cross else ""
         text.append(
-            f"between nodes: {cross / MEGA:.3f} MB per node; ZeRO-3 would have sent {zero3.cross_bytes / MEGA:.3f} MB"
-            f"{ratio}: {zero3.formula}"
+            f"between nodes in training steps: {cross / MEGA:.3f} MB per node; ZeRO-3 would have sent "
+            f"{zero3.cross_bytes / MEGA:.3f} MB{ratio}: {zero3.formula}"
         )
     return "\n".join(text)
 

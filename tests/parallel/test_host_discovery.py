@@ -3,6 +3,7 @@
 import ctypes
 import os
 import pickle
+import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig
-from megazpp.topology.hosts import SWITCH, Gpu, HostInfo
+from megazpp.topology.hosts import SWITCH, Gpu, HostInfo, spread_notices
 
 CPU = torch.device("cpu")
 
@@ -73,9 +74,10 @@ def never() -> Cluster:
 
 def test_survey_overrides_the_launcher_but_not_the_flags():
     announced = Cluster(num_nodes=4, ranks_per_node=1)
-    alone = worker(0, 4, dist.HashStore())  # three ranks are missing, so host discovery would block
     for config in (ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")):
-        assert resolve_cluster(alone, config, announced, on_one_machine=never) is announced
+        found = resolve_cluster(worker(1, 4, dist.HashStore()), config, announced, on_one_machine=never)
+        assert found == announced
+        assert not found.notices
     found = resolve_cluster(worker(0, 1, dist.HashStore()), ClusterConfig(), announced, on_one_machine=never)
     assert found == Cluster(num_nodes=1, ranks_per_node=1)
     assert found.notices[0].startswith("hosts: ")
@@ -87,6 +89,22 @@ def test_survey_overrides_the_launcher_but_not_the_flags():
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(resolve, range(4))) == [emulated] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "described", "spread"),
+    [
+        ("aabb", Cluster(num_nodes=2, ranks_per_node=2), ""),
+        ("aaaa", Cluster(num_nodes=4, ranks_per_node=1), ""),
+        ("abab", Cluster(num_nodes=2, ranks_per_node=2, order=(0, 2, 1, 3)), ""),
+        ("abab", Cluster(num_nodes=2, ranks_per_node=2), "node 0 .* has a \\(rank 0\\), b \\(rank 1\\): the messages"),
+        ("aabc", Cluster(num_nodes=2, ranks_per_node=2), "node 1 .* has b \\(rank 2\\), c \\(rank 3\\): the messages"),
+    ],
+)
+def test_node_of_a_described_cluster_that_spans_hosts_is_reported(hosts, described, spread):
+    notices = spread_notices([HostInfo(host=host, boot_id=host) for host in hosts], described)
+    assert len(notices) == bool(spread)
+    assert re.search(spread, "".join(notices))
 
 
 def test_gpus_joined_by_nvlink_form_a_domain():

@@ -229,7 +229,10 @@ def test_traffic_table_is_aligned_and_ends_with_the_comparison():
         "all_to_all  cross  inter-node  6      0.200",
     ]
     assert traffic_table(rows, None).splitlines() == lines
-    more = "between nodes: 0.500 MB per node; ZeRO-3 would have sent 6.000 MB, 12.0 times as much: a formula"
+    more = (
+        "between nodes in training steps: 0.500 MB per node; ZeRO-3 would have sent 6.000 MB, 12.0 times as much: "
+        "a formula"
+    )
     assert traffic_table(rows, zero3).splitlines() == [*lines, more]
-    alone = "between nodes: 0.000 MB per node; ZeRO-3 would have sent 6.000 MB: a formula"
+    alone = "between nodes in training steps: 0.000 MB per node; ZeRO-3 would have sent 6.000 MB: a formula"
     assert traffic_table(rows[:1], zero3).splitlines() == [*lines[:2], alone]
