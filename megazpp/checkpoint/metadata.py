@@ -255,9 +255,9 @@ def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], whe
 
 
 def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `flags` in which the paths of data and tokenizer files are absolute.
+    """Return a copy of `flags` in which the paths of data, of tokenizer files and of --save are absolute.
 
-    A checkpoint stores absolute paths, so that another run finds the files from any working directory.
+    Checkpoints and run folders store absolute paths, so that another run finds the files from any working directory.
     """
 
     def absolute(value: Any) -> Any:
@@ -272,7 +272,8 @@ def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:
         path = Path(value).expanduser()
         return str(path.resolve()) if path.exists() or path.with_name(path.name + ".idx").exists() else value
 
-    names = [name for name in flags if name.endswith(("_path", "_file", "tokenizer_model", "chat_template"))]
+    ends = ("_path", "_file", "tokenizer_model", "chat_template")
+    names = [name for name in flags if name.endswith(ends) or name == "save"]
     return {**flags, **{name: absolute(flags[name]) for name in names}}
 
 

@@ -61,6 +61,7 @@ class LoadSource(NamedTuple):
         fallback: True to load an older checkpoint if the requested one is damaged (--load-fallback). The newest
             undamaged one is loaded.
         opener: opener of the weights, for checkpoints that need weights of another checkpoint; see `WeightOpener`.
+        was_empty: True if the folder had no checkpoint when it was chosen.
     """
 
     folder: CheckpointFolder
@@ -70,6 +71,7 @@ class LoadSource(NamedTuple):
     rng: bool = True
     fallback: bool = False
     opener: WeightOpener = WHOLE_WEIGHTS
+    was_empty: bool = False
 
     def candidates(self) -> list[int]:
         """Return the iterations of the checkpoints to try, in this order. The requested checkpoint comes first.
@@ -103,21 +105,6 @@ class LoadSource(NamedTuple):
                 wanted = found[-1]
         # ---- with --load-fallback, add all earlier iterations, the newest first
         return [] if wanted is None else [wanted, *(i for i in reversed(found) if i < wanted and self.fallback)]
-
-    def continues_records_of(self, record: CheckpointMetadata, config: CheckpointConfig) -> bool:
-        """Return True if a run that loads a checkpoint also appends to the checkpoint's run folder and wandb run.
-
-        The run does so only if it saves to the folder that it loads from. A run that resumes and saves elsewhere, or
-        not at all, is a fork, whose metrics and flags must not mix with the original run's.
-
-        Args:
-            record: metadata of the checkpoint.
-            config: checkpoint flags of the run.
-        """
-        save = config.save
-        if save is None and config.save_to_run_dir and record.run_dir is not None:
-            save = str(Path(record.run_dir) / "checkpoints")
-        return self.continues and save is not None and same_folder(save, self.folder.path)
 
     @property
     def checkpoint(self) -> Path:
@@ -172,12 +159,14 @@ def choose_source(
     # ---- apply --load and the flags that select parts of the checkpoint
     if config.load is None:
         return None
+    folder = CheckpointFolder(config.load, "--load")
     source = LoadSource(
-        CheckpointFolder(config.load, "--load"),
+        folder,
         iteration=config.ckpt_step,
         continues=not config.finetune,
         optimizer=config.load_optim and not config.finetune,
         rng=config.load_rng and not config.finetune,
+        was_empty=not folder.iterations(),
         **choices,
     )
     if config.exit_on_missing_checkpoint and not source.candidates():
@@ -186,6 +175,25 @@ def choose_source(
             "leave out --exit-on-missing-checkpoint"
         )
     return source
+
+
+def check_still_chosen(source: LoadSource | None, config: CheckpointConfig, *, restarted: bool) -> None:
+    """Raise ValueError if `choose_source` would now choose another source, because another job has used --save.
+
+    A job makes its choice, and completes its flags from the chosen checkpoint, before it locks the folder of --save. It
+    may then wait for the lock while another job saves its first checkpoints there.
+
+    Args:
+        source: earlier choice of `choose_source`.
+        config: checkpoint flags of this run, whose --save is locked by this job now.
+        restarted: True if the launcher has restarted this job after a fault.
+    """
+    again = choose_source(config, restarted=restarted)
+    before, now = (each and (each.folder.path, each.was_empty) for each in (source, again))
+    if before != now:
+        raise ValueError(
+            f"another job has saved checkpoints to --save {config.save} since this job started: start this job again"
+        )
 
 
 def _is_requeued(config: CheckpointConfig, own: CheckpointFolder) -> bool:

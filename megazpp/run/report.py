@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import shlex
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import megazpp
+from megazpp.base.files import read_small_file
 from megazpp.base.flags import render_arguments_block
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import LAUNCHER_PID, aligned
-from megazpp.checkpoint.metadata import CheckpointMetadata
+from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.metadata import found_from_anywhere
+from megazpp.checkpoint.read import Verified, same_folder
 from megazpp.data.dataset import cache_dir
 from megazpp.data.text import BUILTIN
 from megazpp.model.backends import model_backends
@@ -27,33 +32,90 @@ from megazpp.training.metrics_logger import Tracker
 from megazpp.training.sinks import open_sinks, run_tags
 
 
-def open_tracker(parsed: ParsedRun, plan: RunPlan, continued: CheckpointMetadata | None) -> Tracker:
-    """Open the run folder and other sinks of records, such as wandb, and write flags and layout to the folder.
+class Records(NamedTuple):
+    """The records of an earlier run that a resumed run continues.
 
-    Only rank 0 calls this. A resumed run continues the wandb run of its checkpoint. It also continues the checkpoint's
-    run folder, unless --run-dir names another folder. The checkpoint may come from another machine and name any folder
-    of this disk, so the folder is continued only if it has the flags of a run (args.json).
+    Attributes:
+        run_dir: run folder to which the resumed run appends; None if the earlier run's folder is not found.
+        wandb_run_id: id of the wandb run that the resumed run continues; None if it starts a new wandb run.
+        is_copy: True if the earlier run's checkpoints were copied, and the resumed run uses the copy. The original run
+            may continue too, with its own run folder and wandb run.
+    """
+
+    run_dir: Path | None
+    wandb_run_id: str | None
+    is_copy: bool
+
+
+def records_to_continue(verified: Verified | None, config: CheckpointConfig) -> Records | None:
+    """Return the records that a run continues; None if the run starts records of its own.
+
+    A run continues the records of its checkpoint only if it saves to the folder that it loads from. A run that resumes
+    and saves elsewhere, or not at all, is a fork, whose metrics and flags must not mix with the original run's.
+
+    If the folder of checkpoints has been moved or copied, the run folder is expected at the same path relative to it.
+    A copy of both folders thus continues in the copy, and a copy of the checkpoints alone gets a new run folder. A run
+    folder is continued only if its args.json names this folder of checkpoints, because another run may use it now.
 
     Args:
-        parsed: command line of the run.
-        plan: plan of the run, whose layout is recorded.
-        continued: metadata of the checkpoint whose records the run continues; None for new records.
+        verified: checkpoint that the run loads; None for a run that starts from random weights.
+        config: checkpoint flags of the run.
     """
-    tracking = parsed.config.tracking
-    before = None if continued is None else continued.run_dir
-    if before is not None and not (Path(before) / FLAGS).is_file():
-        before = None
+    if verified is None or not verified.source.continues:
+        return None
+    here, flags = verified.source.folder.path.resolve(), verified.record.flags
+    origin = Path(saved) if isinstance(saved := flags.get("save"), str) else here
+    at_origin = not origin.is_absolute() or (origin.is_dir() and origin.samefile(here))
+    is_copy = not at_origin and origin.is_dir()
+    places = []
+    if verified.record.run_dir is not None:
+        original = Path(verified.record.run_dir)
+        moved = original if at_origin else Path(os.path.normpath(here / os.path.relpath(original, origin)))
+        places = [place for place in (moved, original) if not (is_copy and place == original)]
+    run_dir = next((place for place in places if _checkpoints_of(place) in (origin, here)), None)
+    save = config.save
+    if save is None and config.save_to_run_dir and run_dir is not None:
+        save = str(run_dir / "checkpoints")
+    if save is None or not same_folder(save, here):
+        return None
+    return Records(run_dir, None if is_copy else verified.record.wandb_run_id, is_copy)
+
+
+def _checkpoints_of(run_dir: Path) -> Path | None:
+    """Return the folder of checkpoints of the last run in a run folder, by its args.json; None without that file."""
+    try:
+        values = json.loads(read_small_file(run_dir / FLAGS))
+    except (OSError, ValueError, RecursionError):
+        return None
+    save = values.get("save") if isinstance(values, dict) else None
+    return Path(save if isinstance(save, str) else run_dir / "checkpoints").resolve()
+
+
+def open_tracker(parsed: ParsedRun, plan: RunPlan, continued: Records | None) -> Tracker:
+    """Open the run folder and other sinks of records, such as wandb, and write flags and layout to the folder.
+
+    Only rank 0 calls this.
+
+    Args:
+        parsed: command line of the run. Its --run-dir has precedence over the run folder of `continued`.
+        plan: plan of the run, whose layout is recorded.
+        continued: records that the run continues; None for new records.
+    """
+    tracking, before = parsed.config.tracking, None if continued is None else continued.run_dir
     held = os.environ.get(RUN_DIR)  # folder that the launching process chose; restarts do not change it
     folder = RunFolder(tracking.run_dir or before or held or default_run_dir(parsed.name, datetime.datetime.now()))
     if continued is not None and continued.wandb_run_id is not None:
         folder.keep_wandb_run_id(continued.wandb_run_id)
     folder.lock()
-    folder.write_json(FLAGS, parsed.values(), indent=2)
+    if continued is not None and continued.is_copy and continued.run_dir == folder.path.resolve():
+        folder.forget_wandb_run_id()
+    flags = found_from_anywhere(parsed.values())
+    folder.write_json(FLAGS, flags, indent=2)
     folder.write("args.txt", parsed.report())
     folder.write_json("topology.json", layout_record(plan.layout))
     zero = parsed.config.zero
     tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
-    return Tracker(folder, open_sinks(tracking, folder, parsed.values(), tags))
+    return Tracker(folder, open_sinks(tracking, folder, flags, tags))
 
 
 def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:

@@ -25,7 +25,7 @@ from megazpp.base.program import GIGA, errors_as, user_errors
 from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, found_from_anywhere
-from megazpp.checkpoint.read import LoadSource, Resumed, Verified, verify
+from megazpp.checkpoint.read import LoadSource, Resumed, Verified, check_still_chosen, verify
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState, training_parts
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import find_product
@@ -39,7 +39,7 @@ from megazpp.parallel.measure_links import measure_device, measure_links
 from megazpp.parallel.worker import Worker, seed_everything
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checks import RunPlan, lay_out, plan_run
-from megazpp.run.report import conclude, introduce, open_tracker
+from megazpp.run.report import conclude, introduce, open_tracker, records_to_continue
 from megazpp.run.start import check_kernels, facts_of_data, own_checkpoints
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import cluster_text
@@ -150,6 +150,9 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         if checkpoint.save is not None:
             save = CheckpointFolder(checkpoint.save, "--save")
             take_folder(save, files, console.log, shared=config.jobs > 1)
+            if config.jobs == 1:  # several jobs of one run save to the folder in turn
+                check = functools.partial(check_still_chosen, source, checkpoint, restarted=worker.restarts > 0)
+                raise_on_all_ranks(files, lambda: check() if worker.rank == 0 else None)
         verified = verify(source, files, console.log)
         start = TrainingProgress() if verified is None else verified.start
         weight_delta = choose_weight_delta(config, cluster, dims, worker.device)
@@ -159,10 +162,8 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
     with contextlib.ExitStack() as opened:
         tracker = Tracker()
         if worker.rank == 0:
-            continued = None
-            if verified is not None and verified.source.continues_records_of(verified.record, config.checkpoint):
-                continued = verified.record
             with user_errors():
+                continued = records_to_continue(verified, config.checkpoint)
                 tracker = opened.enter_context(open_tracker(parsed, plan, continued))
         if (folder := tracker.folder) is not None:
             console.keep(folder.path / "log.txt")

@@ -256,6 +256,11 @@ class RunFolder:
         if not file.exists() or not file.read_text().strip():
             write_whole(file, f"{run_id}\n".encode())
 
+    def forget_wandb_run_id(self) -> None:
+        """Make this folder, a copy of another run folder, use a new wandb run. The other ID gets a numbered name."""
+        if (self.path / "wandb_run_id").exists():
+            self.write("wandb_run_id", "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:

@@ -15,7 +15,7 @@ from megazpp.checkpoint.checksums import write_checksums, write_durably
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD as NAME
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
-from megazpp.checkpoint.read import LoadSource, choose_source, peek
+from megazpp.checkpoint.read import LoadSource, check_still_chosen, choose_source, peek
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.start import RUN_DIR, own_checkpoints
 from megazpp.training.config import TrackingConfig
@@ -173,28 +173,23 @@ def test_restarted_job_finds_the_checkpoints_of_its_run_folder():
     assert own_checkpoints(saving, TrackingConfig(), restarted=True, env=torchrun) == saving
 
 
-def test_only_a_run_that_saves_where_it_loads_continues_the_records(used, tmp_path):
-    """Test which runs continue the records of the run from which they load: those that save into the loaded folder.
-
-    Other runs are forks. Their rows in metrics.jsonl would mix with rows of the run from which they start.
-    """
-    load, inside = str(used), tmp_path / "run" / "checkpoints"
-    (tmp_path / "link").symlink_to(used)
-    inside.parent.mkdir()
-    shutil.copytree(used, inside)
-    record = dataclasses.replace(record_of(Case()), run_dir=str(tmp_path / "run"))
-    for flags, continues in (
-        ({"load": load, "save": load}, True),
-        ({"load": load, "save": f"{tmp_path}/link"}, True),
-        ({"load": load, "save": str(tmp_path / "fork")}, False),
-        ({"load": load, "save": str(tmp_path / "fork"), "ckpt_step": 10}, False),
-        ({"load": load}, False),
-        ({"load": load, "save_to_run_dir": True}, False),
-        ({"load": str(inside), "save_to_run_dir": True}, True),
-        ({"load": str(inside), "save_to_run_dir": True, "save": str(tmp_path / "fork")}, False),
-        ({"load": load, "save": str(tmp_path / "fork"), "finetune": True}, False),
+def test_job_stops_if_another_job_has_saved_while_it_waited_for_the_lock(used, tmp_path):
+    """Test jobs that choose their checkpoint while --save is empty, and get the lock after checkpoints are there."""
+    held, base = tmp_path / "held", str(tmp_path / "base")
+    shutil.copytree(used, base)
+    rows = []
+    for flags, error in (
+        ({"save": str(held)}, f"--save {held} holds checkpoints already (up to iteration 30)"),
+        ({"save": str(held), "load": str(held)}, f"another job has saved checkpoints to --save {held}"),
+        ({"save": str(held), "load": base}, f"--save {held} holds checkpoints already (up to iteration 30)"),
     ):
-        assert choose(**flags).continues_records_of(record, CheckpointConfig(**flags)) == continues, flags
+        config = CheckpointConfig(**flags)
+        rows.append(((choose(**flags), config), error))
+        check_still_chosen(rows[-1][0][0], config, restarted=False)
+    own = CheckpointConfig(load=base, save=base)
+    check_still_chosen(choose(load=base, save=base), own, restarted=False)
+    shutil.copytree(used, held)
+    assert not_refused(rows, lambda chosen: check_still_chosen(*chosen, restarted=False)) == []
 
 
 def test_flags_choose_which_parts_are_loaded(used):
