@@ -19,6 +19,7 @@ from megazpp.base.program import begin
 
 begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
+from megazpp.base.flags import not_empty
 from megazpp.base.program import flags_of, program
 from megazpp.report.groups import read_rounds
 from megazpp.report.page import write_report
@@ -29,12 +30,13 @@ from megazpp.report.runs import read_runs
 def main(argv: list[str]) -> None:
     """Write the HTML report on the given runs, and print its path."""
     parser = flags_of(__doc__)
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run folder")
+    path = not_empty(Path, "path", None)
+    parser.add_argument("runs", metavar="RUN", type=path, nargs="+", help="run folder")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="path of the HTML file (default: report.html in the first folder)"
+        "--output", metavar="FILE", type=path, help="path of the HTML file (default: report.html in the first folder)"
     )
     parser.add_argument(
-        "--rounds", metavar="FILE", type=Path, help="rounds.jsonl of the coordinator of an elastic run, for its groups"
+        "--rounds", metavar="FILE", type=path, help="rounds.jsonl of the coordinator of an elastic run, for its groups"
     )
     args = parser.parse_args(argv)
     output = args.output.expanduser() if args.output is not None else args.runs[0].expanduser() / "report.html"

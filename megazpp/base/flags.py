@@ -38,6 +38,8 @@ PATH_ENDS = ("path", "file", "dir", "folder", "model", "save", "load")
 # Endings of the names of fields whose values are paths. An empty text is an error as the value of such a field.
 PATHS = (*PATH_ENDS, "store", "patches", "input", "output", "adapter", "prefix")
 CHECKPOINT = "checkpoint"  # origin of flags that a checkpoint has set
+# Largest number of processes that a flag may start on one machine. Each of them loads this program and its libraries.
+MOST_PROCESSES = 1024, "the limit for processes on one machine"
 _WIDEST = 60  # the log pads a flag and its value to at most this many characters before the origin
 
 

@@ -69,9 +69,9 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
         begun = signal.getsignal(signal.SIGINT) is _leave_on_ctrl_c and LAUNCHER_PID not in os.environ
         if begun:  # during `main`, Ctrl-C must run `finally` blocks
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
-            # Printed texts may have characters that stdout's encoding lacks. They are printed as escape sequences, as
-            # print would otherwise raise UnicodeEncodeError.
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            # Printed texts may have characters that stdout's encoding lacks, such as a path with bytes that are not
+            # UTF-8. They are printed as escape sequences, as print would otherwise raise UnicodeEncodeError.
             sys.stdout.reconfigure(errors="backslashreplace")
         with lasting_output():
             try:

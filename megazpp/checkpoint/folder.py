@@ -218,8 +218,13 @@ class CheckpointFolder:
         self.partial(iteration).mkdir()
 
     def abandon(self, iteration: int) -> None:
-        """Delete the partial checkpoint of an iteration after a failed save, to free its disk space."""
-        self._new.unlink(missing_ok=True)
+        """Delete the partial checkpoint of an iteration after a failed save, to free its disk space.
+
+        If this fails too, for instance because a file has replaced the folder, the error of the save remains the one
+        that is raised.
+        """
+        with contextlib.suppress(OSError):
+            self._new.unlink(missing_ok=True)
         shutil.rmtree(self.partial(iteration), ignore_errors=True)
 
     def complete(self, iteration: int) -> list[Path]:

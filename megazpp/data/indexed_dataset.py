@@ -36,7 +36,13 @@ _DIGEST_BYTES, _DIGEST_PIECES = 1 << 26, 64
 
 
 def pair_paths(prefix: Path) -> tuple[Path, Path]:
-    """Return the paths of the .bin and the .idx file of the pair with this prefix."""
+    """Return the paths of the .bin and the .idx file of the pair with this prefix.
+
+    Raises:
+        ValueError: the prefix is a folder such as `.` or `/`, so that the names of the files would be empty.
+    """
+    if not prefix.name:
+        raise ValueError(f"{prefix} is a folder: give the path of a .bin/.idx pair without .bin")
     # `with_suffix` would replace the end of a prefix that contains a dot, such as `data.v2`.
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from megazpp.base.files import check_prefix
-from megazpp.base.flags import Config, flag
+from megazpp.base.flags import MOST_PROCESSES, Config, flag
 from megazpp.base.program import end_with
 from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, check_output, optimal_dtype
@@ -63,7 +63,7 @@ class PreprocessConfig(Config):
     json_keys: tuple[str, ...] = flag(("text",), nargs="+")
     output_prefix: str = flag(None, metavar="PREFIX", required=True)
     append_eod: bool = flag(False)
-    workers: int = flag(1, must_be="positive")
+    workers: int = flag(1, must_be="positive", most=MOST_PROCESSES)
     log_interval: int = flag(1000, must_be="positive")
     on_error: Literal["stop", "skip"] = flag("stop")
     overwrite: bool = flag(False)

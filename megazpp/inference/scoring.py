@@ -190,7 +190,8 @@ def score_whole(
 
 def _is_pair(path: str) -> bool:
     """Return True if a value of --input is the prefix of a .bin/.idx pair, so that at least one of its files exists."""
-    return any(file.exists() for file in pair_paths(Path(path).expanduser()))
+    prefix = Path(path).expanduser()
+    return prefix.name != "" and any(file.exists() for file in pair_paths(prefix))
 
 
 def _sum_over_ranks(count: int, dims: ParallelDims) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megazpp.base.address import MOST_PORT, parse_host
-from megazpp.base.flags import Config, flag
+from megazpp.base.flags import MOST_PROCESSES, Config, flag
 
 # A much longer timeout than a year would overflow clock values.
 YEAR_MINUTES = 366 * 24 * 60
@@ -76,7 +76,7 @@ class LaunchConfig(Config):
         seed: seed for the initial weights, the data order and dropout.
     """
 
-    nproc: int | None = flag(None, common=True, must_be="positive", per_host=True)
+    nproc: int | None = flag(None, common=True, must_be="positive", most=MOST_PROCESSES, per_host=True)
     nnodes: int | None = flag(None, common=True, must_be="positive")
     node_rank: int | None = flag(None, common=True, must_be="not negative", per_host=True, needs="--nnodes")
     master_addr: str | None = flag(None, common=True, per_host=True, needs="--nnodes")

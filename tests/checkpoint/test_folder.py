@@ -236,6 +236,16 @@ def test_removed_folder_is_recreated_and_stays_locked_by_its_job(tmp_path):
     next_job.lock(patience_seconds=60.0)
 
 
+def test_save_after_a_file_has_replaced_the_folder_is_an_error_with_the_flag(tmp_path):
+    folder = CheckpointFolder(tmp_path / "save", "--save")
+    folder.lock()
+    folder.path.rename(tmp_path / "moved")
+    folder.path.touch()
+    with pytest.raises(ValueError, match=r"^--save .*/save cannot be written to: File exists"):
+        folder.begin(1)
+    folder.abandon(1)
+
+
 def test_wait_for_the_checkpoint_of_another_job_is_announced_once(tmp_path, monkeypatch):
     folder, next_job, lines = *(CheckpointFolder(tmp_path, "--save") for _ in range(2)), list[str]()
     folder.lock()

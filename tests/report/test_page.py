@@ -108,6 +108,14 @@ def test_report_overwrites_an_older_report(folders, tmp_path):
         assert (tmp_path / "report.html").read_text() == report_html([run], NOW)
 
 
+def test_report_escapes_text_that_utf8_lacks(tmp_path):
+    folder = make_run(tmp_path / "run\udcff", [row(2)], completions=[{"iteration": 2, "prompt": "\ud800"}])
+    write_report(read_runs([folder]), tmp_path / "report.html", NOW)
+    text = (tmp_path / "report.html").read_text()
+    assert "run\\udcff</span>" in text
+    assert "<td>\\ud800</td>" in text
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Yield the system's Chromium, started by Playwright with a new profile. Nothing is downloaded."""

@@ -52,7 +52,7 @@ def test_program_ends_with_mains_status_or_a_one_line_error(capsys):
 def test_output_in_another_encoding_escapes_its_missing_characters(monkeypatch, encoding):
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", out)
-    text = "Caf\u00e9 \u20ac"
+    text = "Caf\u00e9 \u20ac, and a path with a byte that is not UTF-8: \udcff"
     assert program(lambda argv: print(text))([]) == 0
     assert out.buffer.getvalue().decode(encoding).strip() == text.encode(encoding, "backslashreplace").decode(encoding)
 

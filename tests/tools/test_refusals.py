@@ -19,6 +19,7 @@ DEFAULTS = {
 REFUSED = """
 inspect_dataset --tokens 1 | --input is missing
 inspect_dataset --input nothing | nothing.idx does not exist
+inspect_dataset --input . | . is a folder: give the path of a .bin/.idx pair without .bin
 inspect_dataset --input junk | not a Megatron index
 inspect_dataset --input a --document 4 | --document 4 does not exist; the documents are 0 to 1
 inspect_dataset --input a --tokens -1 | --tokens -1 is negative
@@ -42,6 +43,7 @@ preprocess_data --input a.jsonl --split-sentences | --split-sentences is a Megat
 preprocess_data --input a.jsonl --dataset-impl lazy | only mmap
 preprocess_data --inptu a.jsonl | --inptu is not a flag; did you mean --input?
 generate --load x --tokens 9 | --tokens is not a flag; did you mean --eos-token or --sample-tokens?
+preprocess_data --input a.jsonl --workers 1025 | --workers 1025 is more than 1024, the limit for processes
 train_tokenizer --character-coverage 2 | --character-coverage 2.0 is not a fraction from 0.98 to 1
 train_tokenizer --workers 1 | --input is missing: add it (JSON Lines, Parquet or text files
 preprocess_data --workers 1 | --input is missing: add it
@@ -72,6 +74,8 @@ evaluate --load ours --input nowhere | --input nowhere is neither a text nor the
 evaluate --load ours --input lone | lone.bin
 evaluate --load ours --input a.jsonl --eval-iters 1 | --eval-iters chooses from the data of the training, but all of
 evaluate --load ours --input a.jsonl --data-path a | --data-path chooses
+evaluate --load ours --input / | --input / is neither a text nor the prefix of
+evaluate --load ours --nproc 99999 | --nproc 99999 is more than 1024, the limit for processes
 evaluate --load ours --eval-iters 0 | --eval-iters 0
 generate | --load is missing
 generate --load ours --prompt-file nowhere | --prompt-file nowhere does not exist
@@ -82,6 +86,7 @@ generate --load ours --sample-tokens 0 | --sample-tokens 0 generates nothing
 generate --load ours --prompts-at-once 0 | --prompts-at-once 0 is not positive
 plan | plan.py requires --cluster-file and --vocab-size
 plan --cluster-file x.yaml --micro-batch-size none | --micro-batch-size is required
+plan --cluster-file x.yaml --micro-batches -1 | --micro-batches -1 is not positive
 show_topology | --cluster-file FILE, or --nodes N
 show_topology --nodes 2 | no cluster is given
 show_topology --nodes 0 --ranks-per-node 2 | --nodes 0 is not positive
@@ -147,3 +152,13 @@ def test_bad_input_is_rejected_in_one_line_and_changes_no_file(converted, run_ma
         # the error names the tool's own flag, and not --text-path, which only the library has
         assert "--text-path" not in line, command
         assert content() == before, command
+
+
+@pytest.mark.parametrize("command", ["report ''", "report run --output=", "coordinate --folder ''"])
+def test_empty_path_is_rejected_and_not_taken_for_the_current_folder(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    tool, *words = shlex.split(command)
+    with pytest.raises(SystemExit):
+        importlib.import_module(tool).main(words)
+    assert "the value is empty: give a path" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
