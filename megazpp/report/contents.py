@@ -302,9 +302,10 @@ def _came_out(run: Run) -> dict[str, str]:
     rows, at = run.rows, times(run)
     cross = sum(number(row.get("sent_bytes")) or 0 for row in _traffic(run) if row.get("wire") == "cross")
     summary = {key: number(value) for key, value in run.summary.items()}
-    done = max((row["iteration"] for row in rows), default=_finite(summary.get("iteration")))
+    ended = int(_finite(summary.get("iteration")))
+    done = ended if run.has_ended or not rows else rows[-1]["iteration"]
     wanted, samples = (number(run.flags.get(name)) for name in ("train_iters", "train_samples"))
-    consumed = max(map(_finite, _numbers(rows, "consumed_samples")), default=0)
+    consumed = next(map(_finite, reversed(_numbers(rows, "consumed_samples"))), 0)
     steps = f"{done:,}" + (f" of {wanted:,}" if wanted and wanted != done else "")
     if samples:
         steps += f", {consumed:,}" + (f" of {samples:,}" if samples != consumed else "") + " samples"
@@ -325,7 +326,7 @@ def _came_out(run: Run) -> dict[str, str]:
     return {
         "state": run.state,
         "steps": steps,
-        "tokens": _decimal(max(at[1]) if rows and max(at[1]) else None, 0),
+        "tokens": _decimal(at[1, -1] if rows and at[1, -1] else None, 0),
         "training time": duration if rows else NOTHING,
         "training loss": _decimal(rows[-1].get("lm_loss"), 4) if rows else NOTHING,
         "validation loss": _decimal(validation, 4) + also,

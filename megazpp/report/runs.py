@@ -34,11 +34,22 @@ class Run:
     notes: Sequence[str]  # messages about damaged files, and about files that tell why the run ended
 
     @property
+    def has_ended(self) -> bool:
+        """True if summary.json has the results of the last start, so that no later start has logged other rows.
+
+        Rows of a later start are beyond the iteration of summary.json, or they are before it, and earlier rows have
+        already reached it. Without such earlier rows, the last rows were lost, for instance on a full disk.
+        """
+        end, iterations = number(self.summary.get("iteration"), 0), [row["iteration"] for row in self.rows]
+        resumed = bool(iterations) and (iterations[-1] > end or iterations[-1] < end <= max(iterations))
+        return bool(self.summary) and not resumed
+
+    @property
     def state(self) -> str:
         """State of the run in a few words for the report, for instance "finished"."""
         if not self.rows and not self.summary:
             return "no log line yet"
-        if not self.summary or (self.rows and number(self.summary.get("iteration"), 0) < self.rows[-1]["iteration"]):
+        if not self.has_ended:
             return "still running, or it crashed"
         reason = self.summary.get("stop_reason")
         return f"stopped by {reason}" if reason else "finished"

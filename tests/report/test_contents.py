@@ -78,6 +78,24 @@ def test_thinning_keeps_ends_spikes_and_non_finite_values(length):
 # ---- tables of a report -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("iterations", "end", "state", "steps"),
+    [
+        ([2, 4, 6, 8, 6], 6, "finished", "6"),  # went back to iteration 4, and finished earlier than before
+        ([2, 4, 6, 8, 6], 8, "still running, or it crashed", "6 of 8"),  # went back after it had finished
+        ([2, 4], 2, "still running, or it crashed", "4 of 2"),  # trains longer than before
+        ([2, 4], 8, "finished", "8"),  # lost its last rows on a full disk
+        ([], 0, "finished", "0"),
+    ],
+)
+def test_state_and_steps_are_those_of_the_last_start(iterations, end, state, steps, tmp_path):
+    folder = make_run(
+        tmp_path / "run", list(map(row, iterations)), summary={"iteration": end}, args={"train_iters": end}
+    )
+    cells = dict(summary_table(read_runs([folder])))
+    assert (cells["state"], cells["steps"]) == (state, steps)
+
+
 def test_summary_table_shows_the_result_of_each_run(tmp_path):
     whole = make_run(
         tmp_path / "whole",
@@ -91,8 +109,8 @@ def test_summary_table_shows_the_result_of_each_run(tmp_path):
     assert cells == {
         "": ("whole", "cut"),
         "state": ("finished", "still running, or it crashed"),
-        "steps": ("4", "2 of 4"),
-        "tokens": ("400", "200"),
+        "steps": ("4", "1 of 4"),
+        "tokens": ("400", "100"),
         "training time": ("4.0 s", "6.0 s"),
         "training loss": ("4.5000", "5.0000"),
         "validation loss": ("4.2500 (lowest 4.0000)", "-"),
