@@ -272,9 +272,10 @@ def lock_for_this_job(
                 say(f"{used}: waiting for at most {patience_seconds:g} s")
                 say = None
         time.sleep(0.1)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    file.flush()
+    with errors_naming(path):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
     return file
 
 

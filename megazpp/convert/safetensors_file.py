@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megazpp.base.files import sync
+from megazpp.base.files import errors_naming, sync
 from megazpp.base.program import errors_as
 from megazpp.convert.model import Deferred, held
 from megazpp.data.tokenizer_folder import import_package
@@ -118,7 +118,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Deferred], metadata: Mapping
         start = place[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb") as file:
+    with errors_naming(path), path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, entry in tensors.items():
             tensor = entry.read()

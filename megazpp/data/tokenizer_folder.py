@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megazpp.base.files import errors_naming
 from megazpp.base.flags import Config, flag
 from megazpp.base.program import in_words
 
@@ -225,7 +226,8 @@ def open_folder(files: Mapping[str, bytes]) -> Any:
         for name, content in files.items():
             path = Path(folder, name)
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(content)
+            with errors_naming(path):
+                path.write_bytes(content)
         try:
             found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # any type is possible: a malformed tokenizer.json raises a bare Exception

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.files import DamagedError, remove, renamed_when_done
+from megazpp.base.files import DamagedError, remove, renamed_when_done, write_synced
 from megazpp.convert.huggingface import choose_architecture, model_pieces, to_files, write_model
 from megazpp.convert.model import Deferred, Model, model_config, split_all
 from megazpp.data.tokenizer_folder import import_package
@@ -122,7 +122,7 @@ class PatchReader:
         unfinished.mkdir(parents=True)
         with renamed_when_done(unfinished, folder, synced=False):
             write_model(unfinished, self._model(), token_ids={})
-            (unfinished / _SAVED).write_text(json.dumps({"step": self.step}))
+            write_synced(unfinished / _SAVED, json.dumps({"step": self.step}).encode())
             remove(folder)
 
     def _model(self) -> Model:

@@ -1,5 +1,6 @@
 """Test the writing of output files. It overwrites nothing unless asked, and readers never see a partial file."""
 
+import gc
 import os
 from functools import partial
 from pathlib import Path
@@ -7,10 +8,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from helpers.disks import small_disk
 from helpers.refusals import not_refused
 
 from megazpp.base import files
-from megazpp.base.files import cache_folder, cache_name, check_writable, first_free, read_small_file, write_whole
+from megazpp.base.files import (
+    cache_folder,
+    cache_name,
+    check_writable,
+    first_free,
+    lock_for_this_job,
+    read_small_file,
+    write_whole,
+)
 
 
 def test_unwritable_output_is_rejected(tmp_path, monkeypatch):
@@ -44,6 +54,15 @@ def test_failed_write_keeps_the_old_file(tmp_path):
     write_whole(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_full_disk_is_reported_with_the_lock_file(tmp_path):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with pytest.raises(OSError, match="No space"):
+            (disk / "ballast").write_bytes(bytes(65 << 10))
+        with pytest.raises(OSError, match=f"No space left on device: '{disk}/lock'"):
+            lock_for_this_job(disk / "lock", "--save x")
+        gc.collect()  # closes the lock file, which the exception's frames hold, so that the disk can be unmounted
 
 
 def test_two_writers_of_a_file_never_make_an_incomplete_one_visible(tmp_path, monkeypatch):

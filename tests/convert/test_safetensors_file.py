@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from megazpp.convert.model import held
 from megazpp.convert.safetensors_file import open_tensors, write_tensors
 
 TENSORS = {
@@ -26,6 +27,13 @@ def test_safetensors_files_are_read_and_written_like_by_the_package(tmp_path):
         assert file.metadata() == {"format": "pt"}  # the metadata that transformers requires of a .safetensors file
     (header,) = struct.unpack("<Q", ours.read_bytes()[:8])
     assert header % 8 == 0  # the header ends at a multiple of 8 bytes, so the tensors behind it are aligned
+
+
+def test_full_disk_is_reported_with_the_file(tmp_path):
+    (tmp_path / "x").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as failed:
+        write_tensors(tmp_path / "x", {"a": held(torch.ones(4))})
+    assert failed.value.filename == str(tmp_path / "x")
 
 
 def test_junk_and_unsupported_dtypes_are_rejected_in_one_line(tmp_path):
