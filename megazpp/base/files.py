@@ -187,7 +187,7 @@ def renamed_when_done(unfinished: Path, path: Path, *, synced: bool = True) -> I
         unfinished: temporary path that the block writes, in the same folder as `path`.
         path: final path.
         synced: True to flush directory entries to disk; the block itself must `sync` the contents of its files. False
-            is enough for a cache, which can be rebuilt after a power failure.
+            is enough for output that the next start of the program writes again.
     """
     try:
         yield unfinished

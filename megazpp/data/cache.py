@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megazpp.base.files import cache_name, locked, remove, renamed_when_done
+from megazpp.base.files import cache_name, locked, remove, renamed_when_done, sync
 from megazpp.base.program import errors_as
 
 FLAG = "--data-cache-path"
@@ -56,7 +57,8 @@ def build_once(path: Path, build: Callable[[Path], None], *, flag: str = FLAG) -
 
     Args:
         path: file or directory of the cache entry.
-        build: function that writes the entry to a temporary path, its argument. This path is then renamed to `path`.
+        build: function that writes the entry to a temporary path, its argument, and syncs its files to disk. Otherwise
+            an entry could contain zeros after a power failure. This path is then renamed to `path`.
         flag: flag of the cache directory, for messages.
     Raises:
         ValueError: the cache directory cannot be written to.
@@ -71,7 +73,7 @@ def build_once(path: Path, build: Callable[[Path], None], *, flag: str = FLAG) -
             if not path.exists():  # another process may have built the entry while this one waited for the lock
                 unfinished = path.with_name(f".{path.name}.unfinished")
                 remove(unfinished)  # a process that was killed while it built the entry may have left this path
-                with renamed_when_done(unfinished, path, synced=False):
+                with renamed_when_done(unfinished, path):
                     build(unfinished)
     return path
 
@@ -89,11 +91,17 @@ def load_or_save_arrays(path: Path, build: Callable[[], Sequence[np.ndarray]]) -
     def save(directory: Path) -> None:
         directory.mkdir()
         for i, array in enumerate(build()):
-            np.save(directory / f"{i}.npy", array)
+            with open(directory / f"{i}.npy", "wb") as file:
+                np.save(file, array)
+                sync(file)
 
     build_once(path, save)
-    try:
+    with errors_of_damage(path):
         files = sorted(path.glob("*.npy"), key=lambda file: int(file.stem))
         return [np.load(file, mmap_mode="r") for file in files]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{cache_name(path, FLAG)}: {path} is damaged ({error}); delete it to rebuild it") from error
+
+
+def errors_of_damage(path: Path) -> AbstractContextManager[None]:
+    """Return a context that replaces an error of reading the cache entry at `path` by a ValueError with a remedy."""
+    what = f"{cache_name(path, FLAG)}: {path} is damaged"
+    return errors_as(what, (OSError, ValueError, RuntimeError), remedy="delete it to rebuild it")

@@ -18,10 +18,12 @@ from typing import Any
 
 import sentencepiece
 
+from megazpp.base.files import write_synced
 from megazpp.base.program import Problems, leaving_on_ctrl_c
-from megazpp.data.cache import build_once, cache_key
+from megazpp.data.cache import build_once, cache_key, errors_of_damage
 from megazpp.data.documents import BadLine, check_readable, kind_of, missing_file, read_texts
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, optimal_dtype
+from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
 
 MAX_CHARACTERS = 100_000_000  # most characters to train a tokenizer on; more text does not improve the vocabulary
@@ -115,13 +117,15 @@ def cached_sentencepiece(
             if exact or limit is None:
                 raise
             model = train(int(limit[1]))
-        file.write_bytes(model)
+        write_synced(file, model)
 
     key = cache_key(kind="sentencepiece-1", text=content_hash(paths), vocab_size=vocab_size, exact=exact)
     path = cache_dir / "tokenizers" / f"{key}.model"
     if not path.exists():  # one process trains the tokenizer; others wait for it, and log the same line
         log(f"training a SentencePiece tokenizer of {vocab_size} pieces on {_names(paths)}")
-    tokenizer = SentencePieceTokenizer(build_once(path, build).read_bytes())
+    build_once(path, build)
+    with errors_of_damage(path):
+        tokenizer = SentencePieceTokenizer(path.read_bytes())
     if tokenizer.vocab_size != vocab_size:
         log(f"note: the tokenizer has {tokenizer.vocab_size} pieces, because {vocab_size} do not suit this text")
     return tokenizer
@@ -239,7 +243,9 @@ def cached_indexed_dataset(
     path = cache_dir / "text" / cache_key(kind="indexed-1", text=content_hash(paths), tokenizer=tokenizer.identity)
     if not path.exists():
         log(f"tokenizing {_names(paths)}")
-    return build_once(path, build) / "text"
+    build_once(path, build)
+    with errors_of_damage(path):
+        return IndexedDataset(path / "text").prefix
 
 
 def write_indexed_dataset(documents: Iterator[str], tokenizer: Tokenizer, prefix: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazpp.base.files import DamagedError, remove
+from megazpp.base.files import DamagedError, remove, sync
 from megazpp.parallel.comm_queue import CommQueue, Work
 
 _AT_ONCE = 1 << 30  # most bytes that one pread call reads; Linux reads at most 2 GiB per call
@@ -92,6 +92,7 @@ def write_store(path: Path, messages: Iterable[Iterable[torch.Tensor]]) -> None:
                 crc = zlib.crc32(piece, crc)
             sums.append(crc)
         file.write(np.array(sums, "<u4").tobytes())
+        sync(file)
 
 
 class FetchRing:

@@ -84,8 +84,19 @@ def test_cached_arrays_are_memory_mapped_in_order_unless_damaged(tmp_path):
         assert [array.tolist() for array in loaded] == [array.tolist() for array in arrays]
         assert all(isinstance(array, np.memmap) for array in loaded)
     os.truncate(tmp_path / "arrays" / "11.npy", 140)
-    with pytest.raises(ValueError, match=r"arrays is damaged .*delete it"):
+    with pytest.raises(ValueError, match=r"arrays is damaged: .*; delete it"):
         load_or_save_arrays(tmp_path / "arrays", lambda: arrays)
+
+
+def test_entry_is_on_disk_before_it_is_visible(tmp_path, monkeypatch):
+    """Record the calls of fsync and rename: after a power failure, a visible entry must not contain zeros."""
+    calls, fsync, rename = list[str](), os.fsync, Path.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (calls.append(Path(os.readlink(f"/proc/self/fd/{file}")).name), fsync(file))
+    )
+    monkeypatch.setattr(Path, "rename", lambda path, to: (calls.append(f"rename to {to.name}"), rename(path, to))[1])
+    load_or_save_arrays(tmp_path / "arrays", lambda: [np.arange(2), np.arange(3)])
+    assert calls == ["0.npy", "1.npy", ".arrays.unfinished", "rename to arrays", tmp_path.name]
 
 
 def test_cache_keys_depend_on_every_part_but_not_on_order():

@@ -238,6 +238,24 @@ def test_tokenizer_is_trained_once_per_text_and_size(tmp_path):
         assert said[-1] == f"note: the tokenizer has {fitting} pieces, because {size} do not suit this text"
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"), [("tokenizers", "*.model"), ("text", "*/text.idx"), ("text", "*/text.bin")]
+)
+def test_damaged_cache_entry_is_named_with_what_to_do(folder, name, tmp_path):
+    def use() -> None:
+        cached_sentencepiece([path], 280, exact=True, cache_dir=tmp_path, log=str)
+        cached_indexed_dataset([path], ByteTokenizer(), cache_dir=tmp_path, log=str)
+
+    path = write_jsonl(tmp_path / "a.jsonl", "abracadabra" * 500)
+    use()
+    (entry,) = (tmp_path / folder).glob(name)
+    entry.write_bytes(bytes(100))
+    with pytest.raises(
+        ValueError, match=f"^--data-cache-path: {tmp_path / folder}/.* is damaged: .*; delete it to rebui"
+    ):
+        use()
+
+
 def test_split_that_was_not_typed_may_leave_evaluations_without_data(tmp_path):
     said: list[str] = []
     a, flags = write(tmp_path / "a"), {"seq_length": 64, "split": "90,5,5"}
