@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +32,7 @@ from typing import IO
 from megazpp.base.files import (
     LOCK_SECONDS,
     DamagedError,
+    cause,
     first_free,
     lock_for_this_job,
     read_small_file,
@@ -168,7 +168,7 @@ class CheckpointFolder:
         except OSError as error:
             self.unlock()
             nowhere = self.path.is_symlink() and not self.path.exists()
-            reason = f"it is a link to {self.path.readlink()}, which does not exist" if nowhere else error.strerror
+            reason = f"it is a link to {self.path.readlink()}, which does not exist" if nowhere else cause(error)
             raise ValueError(f"{self.name} cannot be written to: {reason}") from error
 
     def unlock(self) -> None:
@@ -195,7 +195,7 @@ class CheckpointFolder:
                 )
         self._new.unlink(missing_ok=True)
         for path in sorted(entry for entry in self.path.iterdir() if _PARTIAL.fullmatch(entry.name)):
-            shutil.rmtree(path)
+            remove(path)
             lines.append(f"removed {path}, which was not finished")
         return lines
 
@@ -214,7 +214,7 @@ class CheckpointFolder:
         if self._lock is not None and not (self.path / "lock").exists():
             self.unlock()
             self.lock()
-        shutil.rmtree(self.partial(iteration), ignore_errors=True)  # an earlier save that failed may have left it
+        remove(self.partial(iteration))  # an earlier save that failed may have left it
         self.partial(iteration).mkdir()
 
     def abandon(self, iteration: int) -> None:
@@ -223,9 +223,9 @@ class CheckpointFolder:
         If this fails too, for instance because a file has replaced the folder, the error of the save remains the one
         that is raised.
         """
-        with contextlib.suppress(OSError):
-            self._new.unlink(missing_ok=True)
-        shutil.rmtree(self.partial(iteration), ignore_errors=True)
+        for path in (self._new, self.partial(iteration)):
+            with contextlib.suppress(OSError):
+                remove(path)
 
     def complete(self, iteration: int) -> list[Path]:
         """Rename the partial checkpoint of an iteration to its final name, and set the tracker file to it.
@@ -273,6 +273,7 @@ class CheckpointFolder:
 
         A checkpoint of an abandoned branch is deleted if `kept` has an iteration after its own. Each checkpoint is
         renamed to its partial name first, so that a crash cannot leave an incomplete checkpoint under a complete name.
+        Of a checkpoint that a user has moved to another disk, only the link in this folder is deleted.
         """
         kept = set(kept)
         passed = [
@@ -284,7 +285,8 @@ class CheckpointFolder:
             partial = path.with_name(f"{path.name}.partial")
             with contextlib.suppress(FileNotFoundError):
                 path.rename(partial)
-            shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(partial)
 
 
 def _set_aside(folder: Path) -> Path:

@@ -14,7 +14,7 @@ import megazpp
 from megazpp.base.files import read_small_file
 from megazpp.base.flags import render_arguments_block
 from megazpp.base.launcher import find_launcher
-from megazpp.base.program import LAUNCHER_PID, aligned
+from megazpp.base.program import LAUNCHER_PID, aligned, errors_as
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.metadata import found_from_anywhere
 from megazpp.checkpoint.read import Verified, same_folder
@@ -104,15 +104,16 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, continued: Records | None) ->
     tracking, before = parsed.config.tracking, None if continued is None else continued.run_dir
     held = os.environ.get(RUN_DIR)  # folder that the launching process chose; restarts do not change it
     folder = RunFolder(tracking.run_dir or before or held or default_run_dir(parsed.name, datetime.datetime.now()))
-    if continued is not None and continued.wandb_run_id is not None:
-        folder.keep_wandb_run_id(continued.wandb_run_id)
-    folder.lock()
-    if continued is not None and continued.is_copy and continued.run_dir == folder.path.resolve():
-        folder.forget_wandb_run_id()
     flags = found_from_anywhere(parsed.values())
-    folder.write_json(FLAGS, flags, indent=2)
-    folder.write("args.txt", parsed.report())
-    folder.write_json("topology.json", layout_record(plan.layout))
+    with errors_as(f"--run-dir {folder.path} cannot be used", OSError, remedy="choose another folder"):
+        if continued is not None and continued.wandb_run_id is not None:
+            folder.keep_wandb_run_id(continued.wandb_run_id)
+        folder.lock()
+        if continued is not None and continued.is_copy and continued.run_dir == folder.path.resolve():
+            folder.forget_wandb_run_id()
+        folder.write_json(FLAGS, flags, indent=2)
+        folder.write("args.txt", parsed.report())
+        folder.write_json("topology.json", layout_record(plan.layout))
     zero = parsed.config.zero
     tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
     return Tracker(folder, open_sinks(tracking, folder, flags, tags))

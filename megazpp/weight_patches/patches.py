@@ -184,7 +184,7 @@ def take_patches_folder(path: str, rank: int) -> tuple[Path, IO[str] | None]:
         return folder, None
     name = f"--save-weight-patches {folder}"
     with errors_as(name, OSError):
-        return folder, lock_for_this_job(folder / "lock", name)
+        return folder, lock_for_this_job(folder / "patches.lock", name)
 
 
 def check_shared(folder: Path, world: MeshAxis) -> None:

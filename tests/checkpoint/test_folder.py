@@ -246,6 +246,20 @@ def test_save_after_a_file_has_replaced_the_folder_is_an_error_with_the_flag(tmp
     folder.abandon(1)
 
 
+def test_checkpoints_moved_to_another_disk_lose_only_their_links(folder, tmp_path):
+    for iteration in (1, 2, 3):
+        save(folder, iteration)
+        folder.of(iteration).rename(tmp_path / f"moved{iteration}")
+        folder.of(iteration).symlink_to(tmp_path / f"moved{iteration}")
+    folder.keep_only([3])
+    assert folder.iterations() == [3]
+    folder.partial(1).symlink_to(tmp_path / "moved1")
+    folder.partial(2).touch()
+    assert len(folder.recover()) == 2
+    left = sorted(path.name for path in folder.path.iterdir())
+    assert left == ["iter_0000003", TRACKER, "moved1", "moved2", "moved3"]
+
+
 def test_wait_for_the_checkpoint_of_another_job_is_announced_once(tmp_path, monkeypatch):
     folder, next_job, lines = *(CheckpointFolder(tmp_path, "--save") for _ in range(2)), list[str]()
     folder.lock()

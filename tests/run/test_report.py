@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from helpers.checkpoints import record_of
+from helpers.small_run import SMALL, check, parse
 from helpers.training import Case
 
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import Verified, choose_source
-from megazpp.run.report import Records, records_to_continue
+from megazpp.run.report import Records, open_tracker, records_to_continue
 from megazpp.training.context import RunFolder
 
 
@@ -92,3 +93,12 @@ def test_copied_run_folder_gets_a_new_wandb_run_and_keeps_the_old_id(tmp_path):
     folder.forget_wandb_run_id()
     assert folder.wandb_run_id() not in ("", before)
     assert json.dumps((tmp_path / "wandb_run_id.1").read_text()) == json.dumps(before + "\n")
+
+
+@pytest.mark.parametrize("name", ["args.json", "records.lock"])
+def test_run_folder_with_a_folder_in_place_of_a_file_is_an_error_with_the_flag(name, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(
+        ValueError, match=f"^--run-dir {tmp_path} cannot be used: Is a directory; choose another folder$"
+    ):
+        open_tracker(parse(f"{SMALL} --run-dir {tmp_path}"), check(""), None)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from megazpp.base.files import DamagedError
 from megazpp.base.program import UserError
+from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.convert.huggingface import choose_architecture, to_files
 from megazpp.convert.model import OUTPUT, WORDS, held, split_all
 from megazpp.convert.safetensors_file import read_metadata
@@ -234,6 +235,7 @@ def test_folder_that_cannot_be_written_to_is_named_before_training(tmp_path):
 def test_only_one_job_writes_weight_patches_into_a_folder(tmp_path, monkeypatch):
     """Refuse a second job, whose chain would be the newest, so that engines would load its weights."""
     monkeypatch.setattr("megazpp.base.files.LOCK_SECONDS", 0.1)
+    CheckpointFolder(tmp_path / "patches", "--save").lock()  # --save may name the same folder
     folder, lock = take_patches_folder(str(tmp_path / "patches"), 0)
     with pytest.raises(ValueError, match=rf"--save-weight-patches {folder} is in use by process {os.getpid()} on"):
         take_patches_folder(str(folder), 0)
