@@ -170,6 +170,11 @@ def plan_run(
         with problems:
             batches = plan_batches(config.batches, data_parallel_size=layout.data * config.jobs).resumed_at(start)
             total = batches.total_iterations
+            if total == 0 and config.batches.train_samples is not None and not config.stop.skip_train:
+                raise ValueError(
+                    f"--train-samples {config.batches.train_samples} are too few for one global batch of "
+                    f"{batches.start_batch_size}, so the run would take no step: give more samples or a smaller batch"
+                )
             observed = _check_observers(config, total, cluster.world_size, device_type, start=start.iteration)
             schedule = build_schedule(
                 config.schedule,

@@ -55,6 +55,7 @@ REFUSED = """
 2 | --global-batch-size 6 | --global-batch-size 6 is not divisible by --micro-batch-size 2
 2 | --global-batch-size 7 --micro-batch-size none | --global-batch-size 7 is not divisible by data-parallel size 2
 1 | --rampup-batch-size 1 2 9 --train-iters none --train-samples 9 | --global-batch-size 2 (derived, not set) is not 1
+2 | --train-iters none --train-samples 3 | --train-samples 3 are too few for one global batch of 4,
 1 | --position-embedding-type rope --rope-type dynamic --rotary-scaling-factor 1.5 --seq-length 128 | 64 x --rotary-sca
 1 | --fp8-format e4m3 --bf16 --hidden-size 24 --num-attention-heads 1 --ffn-hidden-size 9 | e4m3: --hidden-size 24:
 3 | --num-attention-heads 3 --kv-channels 8 --tensor-model-parallel-size 3 | --ffn-hidden-size 256 (derived, not set) is
