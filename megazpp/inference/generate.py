@@ -190,12 +190,13 @@ def draw_completions(
         max_length: longest input of the model, in tokens. A longer row loses its first tokens. Each further token then
             needs a forward over all positions, because the remaining tokens have changed their positions.
         cache_on_host: True to keep keys and values in host memory.
-        stays_gathered: True if the weights stay gathered after the first forward.
+        stays_gathered: True if the weights stay gathered after the first forward. Later forwards then skip the hooks
+            that gather weights.
 
     Raises:
         UserError: a logit is NaN, for example because the weights are from a run that has diverged.
     """
-    # ---- state and results, on the device
+    # ---- create the key-value cache, the tensors of the results, and other state of the sampling
     device = model.device
     batch, limit, longest = len(prompts), config.sample_tokens, max(map(len, prompts))
     if is_last is not None or look_every is None:
@@ -223,7 +224,7 @@ def draw_completions(
             break
         # ---- compute this tensor-parallel rank's part of the next token's logits, [R, V / tp]
         if longest + count > max_length:
-            cache = None  # rows lose their first tokens, which moves the others, so cached keys are wrong
+            cache = None  # rows lose their first tokens, so the others change position, and cached keys are wrong
         if count and cache is not None:
             with without_hooks(hooked if stays_gathered else []):
                 part = model(found.tokens[places, count - 1].unsqueeze(1), cache=cache)[:, 0]

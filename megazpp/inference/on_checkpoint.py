@@ -83,7 +83,8 @@ def run_on_checkpoint(
     Returns:
         the exit status of the program.
     Raises:
-        ValueError: --load is missing, there is no such checkpoint, or flags cannot be used.
+        ValueError: --load is missing, there is no such checkpoint, it is one of a reward model, or flags cannot be
+            used.
     """
     # ---- find the checkpoint, and complete the flags from it
     features = parsed.config.features
@@ -98,7 +99,7 @@ def run_on_checkpoint(
     if parsed.answers():
         return 0
 
-    # ---- checks before anything is allocated
+    # ---- check the flags before anything is allocated
     # Optional features change only training runs, so drop them from the config
     config = dataclasses.replace(parsed.config, features=())
     parsed = parsed._replace(config=config)
@@ -119,7 +120,7 @@ def run_on_checkpoint(
         plan_model(config, lay_out(config, announced), device_type=device_type())
     problems.raise_all()
 
-    # ---- in the launching process, start the workers; in a worker, go on
+    # ---- in the launching process, start the workers; in a worker, load the model and run `work`
     if not place.started:
         return start_workers(place, launch, main)
     checkpoint = {"the checkpoint": f"iteration {record.progress.iteration}"}

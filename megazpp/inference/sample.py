@@ -70,7 +70,7 @@ def next_probabilities(logits: torch.Tensor, config: SampleConfig, seen: torch.T
     probabilities = torch.softmax(logits / config.sample_temperature, dim=-1)
     if config.sample_top_p < 1.0:
         likely, order = probabilities.sort(descending=True, stable=True)
-        beyond = likely.cumsum(dim=-1) - likely >= config.sample_top_p  # True for tokens that top-p does not need
+        beyond = likely.cumsum(dim=-1) - likely >= config.sample_top_p  # True after the tokens whose sum reaches top-p
         probabilities = probabilities.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), 0.0)
     if config.sample_min_p is not None:
         least = config.sample_min_p * probabilities.amax(dim=-1, keepdim=True)

@@ -189,7 +189,7 @@ def score_whole(
 
 
 def _is_pair(path: str) -> bool:
-    """Return True if a value of --input is the prefix of a .bin/.idx pair, so that at least one of its files exists."""
+    """Return True if the value of --input is the prefix of a .bin/.idx pair, of which at least one file exists."""
     prefix = Path(path).expanduser()
     return prefix.name != "" and any(file.exists() for file in pair_paths(prefix))
 

@@ -31,7 +31,7 @@ from megazpp.kernels.block_quant import RangeTable, pack, range_table, unpack
 from megazpp.kernels.formats import BlockFormat, plan_row
 
 LoadRows = Callable[[str, slice], torch.Tensor]  # function that reads a range of rows (dim 0) of the named weight
-Slots = list[tuple[nn.Module, str]]  # modules and attribute names that refer to one parameter
+Slots = list[tuple[nn.Module, str]]  # pairs (module, attribute name) that refer to one parameter
 
 FORMATS = {8: BlockFormat(8, 64), 4: BlockFormat(4, 32)}  # block format of packed weights, by bits per element
 
@@ -147,7 +147,7 @@ class Placed(NamedTuple):
         shape: shape of the weight on one tensor-parallel rank.
         rows: format of a packed row; None for a weight that every message holds completely, in fp32.
         part_rows: number of rows per message; in the last messages some rows may be padding.
-        start: first byte in the message.
+        start: index of the weight's first byte in a message.
     """
 
     name: str
@@ -192,7 +192,7 @@ class MessagePlan(NamedTuple):
 
     Attributes:
         name: name of the unit, for the record of communicated bytes.
-        weights: bytes of each weight in a message.
+        weights: position of each weight in a message.
         num_parts: number of ranks, and so of messages, over which the weights' rows are split.
         num_bytes: number of bytes of one message.
     """
@@ -303,8 +303,8 @@ def _pack_with_best_scales(values: torch.Tensor, fmt: BlockFormat, payload: torc
         scales: [R, blocks] bf16, receives the scales of the blocks.
     """
     blocks = reference._to_blocks(values, fmt)  # the rows [R, n] in blocks, [R, number of blocks, block_size]
-    # `own` is first the usual int4 scale of each block, see `BlockFormat`. Then the scale that represents the block's
-    # largest element exactly replaces it, with the same sign, unless the usual scale is NaN, Inf or 0.
+    # `own` is first the usual int4 scale of each block, see `BlockFormat`. If the usual scale is finite and not 0,
+    # replace it by the scale that represents the block's largest element exactly, with the usual scale's sign.
     own = reference._scale(blocks, fmt)
     exact = torch.copysign(blocks.abs().amax(-1).div(8).bfloat16().float(), own)
     own = torch.where(own.isfinite() & (own != 0), exact, own)
@@ -316,7 +316,7 @@ def _pack_with_best_scales(values: torch.Tensor, fmt: BlockFormat, payload: torc
         error = rounded.mul_(scale.unsqueeze(-1)).sub_(blocks).square_().sum(-1)
         better = error < best_error
         best_scale, best_error = torch.where(better, scale, best_scale), torch.where(better, error, best_error)
-    # the integers of the best scale; a block whose scale is NaN or 0 gets zeros
+    # store the best scale and the integers of each block; a block whose scale is 0 or not finite gets the integer 0
     inverse = _inverse(best_scale).unsqueeze(-1)
     integers = torch.where(inverse != 0, blocks, 0.0) * inverse
     payload.copy_(reference._pack(integers.round_().clamp_(-8, 7), fmt))

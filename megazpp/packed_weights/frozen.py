@@ -229,7 +229,7 @@ class FrozenUnit:
         message: [M] uint8, the packed rows that this rank stores, M bytes.
         dtype: dtype in which the model computes.
     Attributes:
-        weights: for each weight, a tuple of its bytes in the message (`Placed`), a flat tensor with its unpacked
+        weights: for each weight, a tuple of its position in the message (`Placed`), a flat tensor with its unpacked
             elements, and the view of this tensor with which modules compute. The flat tensor's memory is freed between
             uses. If the weight needs no unpacking, the flat tensor is a view of `message` instead.
     """

@@ -77,7 +77,7 @@ class WeightReader:
         checkpoint: folder of the checkpoint.
         record: metadata of the checkpoint.
         place: mesh axes and device that all frozen models of the job share.
-        opener: object that opens the checkpoint's weights, for the format in which they are stored.
+        opener: opener of a checkpoint's weights. LoRA's opener also opens checkpoints that contain only adapters.
         vocab_size: number of tokens of the run's tokenizer.
         trained: function that returns True for the names of trained parameters, which are not in the checkpoint.
     Raises:

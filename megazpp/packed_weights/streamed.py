@@ -63,7 +63,8 @@ class StreamPlan(NamedTuple):
 
         Args:
             prefetch: number of layers that are fetched ahead of their use.
-            fetched: False if the packed weights of all layers stay on the device, instead of the ring of fetched ones.
+            fetched: True if layers are fetched from host memory or disk. False if the packed weights of all layers stay
+                on the device, so that there is no ring of fetched layers.
         """
         ahead, largest = min(prefetch, len(self.streamed) - 1), max(message.num_bytes for message in self.streamed)
         ring, parts = (ahead + 1) * largest, self.streamed[0].num_parts
@@ -250,7 +251,7 @@ class PackedMatrix:
     """A matrix of packed weights, which is unpacked piece by piece while it is multiplied.
 
     Args:
-        weight: bytes of the matrix in the messages that hold it.
+        weight: position of the matrix's rows in the messages that hold them.
         dtype: dtype in which the model computes.
         device: device on which the model computes.
     Attributes:
