@@ -106,7 +106,8 @@ def _check_mixture(config: GPTConfig, targets: Sequence[str]) -> None:
 def with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
     """Complete LoRA's flags with the settings of the adapters that training continues with.
 
-    These are the adapters of a resumed run's checkpoint, or of --lora-load. Without them, return `lora` unchanged.
+    These are the adapters of a resumed run's checkpoint, or else those of --lora-load. If the run has neither, return
+    `lora` unchanged.
 
     Args:
         lora: flags of LoRA.

@@ -155,7 +155,7 @@ class LowRankExpertAdapter(ExpertAdapter):
         out_features: number of outputs of an expert's matrix.
         rank: rank r of each adapter.
         scale: factor of the adapters' output, alpha / r.
-        dropout: module that is applied to the adapters' input.
+        dropout: dropout module that is applied to the adapters' input.
     """
 
     def __init__(
@@ -169,11 +169,11 @@ class LowRankExpertAdapter(ExpertAdapter):
         self.specs = {name: ParameterSpec(split=0, expert=True, std=std if name == "a" else 0.0) for name in ("a", "b")}
 
     def forward(self, x: torch.Tensor, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return the output of the experts' LoRA adapters, scale (x A) B^T.
+        """Return the output [R, out] of the experts' LoRA adapters, scale (x A) B^T.
 
         Args:
             x: [R, in] inputs of the experts' matrix, sorted by expert. There is one row for each pair of a token and an
-                expert that the router has chosen for it.
+                expert that the router has chosen for it, R rows in all.
             multiply: function (rows, matrices) that multiplies each expert's rows by this expert's matrix.
         """
         a, b = (local(weight).view(self.num_experts, -1, self.rank) for weight in (self.a, self.b))

@@ -63,7 +63,7 @@ _KNOWN = (
 )
 # Values of the key init_lora_weights with which PEFT leaves the base weights unchanged; others are rejected
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva")
-# For reward models: PEFT's task type, the module names that PEFT uses for their heads, and the head's weight
+# For reward models: PEFT's task type, the module names that PEFT uses for their heads, and the name of a head's weight
 _SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"
 # Matches the names of embeddings and output layers, whose number of rows is the vocabulary size
 _WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.")
@@ -305,7 +305,7 @@ def with_adapter(model: Model, folder: Path) -> Model:
             f"{folder} was trained on weights with checksum {wanted}, but the given weights have {found}: "
             "merge the adapter into the checkpoint on which it was trained"
         )
-    # ---- the model's tensors by transformers' names
+    # ---- load the adapter, and collect the model's tensors by transformers' names
     (adapted, plain), architecture = _open_adapter(folder, config), find_architecture(config)
     saved, ours = _saved(adapted), dict(model.tensors)
     if _SCORE in saved:

@@ -158,7 +158,7 @@ class AdaptedReader(SafeReader):
 
     @functools.cached_property
     def _saved(self) -> dict[str, TensorStorageMetadata]:
-        """The shape, dtype and chunks of the merged weights, and of a scalar head, by key of the checkpoint."""
+        """The shape, dtype and chunks of each merged weight, and of a scalar head if there is one, by their keys."""
         weights = {key: entry for key, entry in self._own.tensors().items() if key.startswith(SCALAR_HEAD)}
         return weights | {key: self._base.tensors()[key] for key in _weights(self._base)}
 
@@ -190,10 +190,11 @@ class AdaptedReader(SafeReader):
                 box[inside] = merged(part[inside], a, b, self._scale)
 
     def _read_factors(self, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Read the matrices A [in, r] and B [out, r] of a weight's adapter; None for a bias or a weight without one.
+        """Read the two matrices of a weight's adapter; None for a bias, and for a weight without an adapter.
 
-        The weight of E experts stacks their matrices. Return first the matrix that belongs to the columns of these
-        matrices, [E * columns, r], and then the matrix that belongs to their rows, [E * rows, r].
+        For a weight [out, in], return A [in, r] and B [out, r], where r is the rank of the adapter. The weight of E
+        experts stacks one matrix [rows, columns] per expert. For such a weight, return the stacked matrices for the
+        columns, [E * columns, r], and then those for the rows, [E * rows, r].
         """
         stem, _, matrix = key.rpartition(".")
         is_experts, config = stem.endswith(".experts"), self._config

@@ -191,7 +191,7 @@ class PostTrainingConfig(Config):
 
     @property
     def losses(self) -> tuple[Any, ...]:
-        """The loss functions that are summed, from --loss-type or its default; () for objectives without a choice."""
+        """The loss functions that are summed: --loss-type or its default; () for objectives without this flag."""
         return self.loss_type or DEFAULT_LOSS.get(self.objective, ())
 
     @property

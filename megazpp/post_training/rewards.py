@@ -273,7 +273,7 @@ def _number(each: RewardFunction, value: Any, prompt: Prompt) -> float:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not abs(number) <= torch.finfo(torch.float32).max:  # losses are fp32; NaN is refused as well
+    if not abs(number) <= torch.finfo(torch.float32).max:  # losses are fp32; with `not`, NaN is refused too
         raise ValueError(
             f"reward function {each.name} gave {value!r:.80}, not a finite fp32 number or None, for {prompt.place}: "
             "correct the function"

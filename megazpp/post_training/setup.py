@@ -55,7 +55,8 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     Returns:
         the completed flags, the checkpoint, and the checkpoint's metadata.
     Raises:
-        ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict the checkpoint.
+        ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict it. Or a run with
+            another objective is to be resumed, or the checkpoint is a reward model's but the objective is not reward.
     """
     given, problems = parsed.config.checkpoint, Problems()
     with problems:

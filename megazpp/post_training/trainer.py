@@ -61,7 +61,7 @@ class PostTraining:
         run: the opened run on this rank: flags, plan, process groups, device, log.
     Attributes:
         built: the policy and its sharding handle.
-        rollouts: loader of sampled completions; None for objectives without sampling, and before `parts`.
+        rollouts: loader of sampled completions; None for objectives without sampling, and until `parts` has built it.
 
     Raises:
         ValueError: the data, the tokenizer, or a model cannot be used.
@@ -151,7 +151,8 @@ class PostTraining:
         opened = zip(Splits._fields, files, self._counts, strict=True)
         found = Splits(*(self._open(paths, template, n, use) if paths and n else None for use, paths, n in opened))
         self.tokenizer.files = template.files(self.tokenizer.files)  # checkpoints save these files
-        # a model that has learned from conversations answers only prompts in its chat template
+        # The log suggests these flags for tools/generate.py at the end of the run. They need --chat if the model has
+        # learned from conversations, because it then answers only prompts in its chat template.
         self._generate_flags = "--chat --prompt 'Who are you?'" if template.used else "--prompt 'Call me'"
         return found
 

@@ -36,9 +36,9 @@ class WeightPatchesFeature(Feature):
         check_patches(config.model, config.precision, plan.wire)
 
     def attach(self, trainer: Trainer) -> Attached:
-        """Return the action that writes weight patches after each training step.
+        """Return an `Attached` with the action that writes weight patches after each training step.
 
-        Without --save-weight-patches, return an `Attached` without actions.
+        Without --save-weight-patches, the `Attached` has no actions.
         """
         config, dims = trainer.run.config, trainer.run.context.dims
         flags = config.section(PatchesConfig)

@@ -21,7 +21,7 @@ of one rank also have the model's buffers, unsharded and in fp32. The metadata i
                 and the index of the shard's first element
 
 The weights are the fp32 master weights rounded to 16 bits, as in a checkpoint that was converted to 16 bits. Training
-with `--zero-weight-delta lossless` computes with the same weights. The exception are changes that do not fit into a
+with `--zero-weight-delta lossless` computes with the same weights. The exceptions are changes that do not fit into a
 message between nodes (`weights_left_out` in the log). Training uses these changes one step later.
 """
 
@@ -188,18 +188,19 @@ def take_patches_folder(path: str, rank: int) -> tuple[Path, IO[str] | None]:
 
 
 def check_shared(folder: Path, world: MeshAxis) -> None:
-    """Raise a ValueError on all ranks if the folder of --save-weight-patches is not one folder for all ranks.
+    """Raise a ValueError on all ranks if the hosts do not share the folder of --save-weight-patches.
 
-    Each rank writes a part of every weight patch, and a rollout engine needs all parts.
+    Each rank writes a part of every weight patch, and an inference engine needs all parts in one folder. Rank 0 creates
+    a temporary subfolder, and every rank checks that it sees this subfolder.
 
     Args:
-        folder: path of the folder on this rank, where it exists.
+        folder: path of the folder, which exists on this rank's host.
         world: axis over all ranks of the job.
     """
     mark = world.share_object(Path(tempfile.mkdtemp(prefix=".", dir=folder)).name if world.rank == 0 else "")
 
     def check() -> None:
-        """Raise a ValueError if this rank does not see the folder that rank 0 has just created."""
+        """Raise a ValueError if this rank does not see the temporary subfolder that rank 0 has created."""
         if not (folder / mark).is_dir():
             raise ValueError(
                 f"--save-weight-patches {folder} is a separate folder on each host: choose a folder of a file system "

@@ -98,7 +98,7 @@ class PatchReader:
         return step
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and values of each tensor of Hugging Face's model, in host memory, one after the other."""
+        """Yield the name and the values, in host memory, of each tensor of the model in Hugging Face's format."""
         model = self._model()
         theirs = split_all(model_pieces(model.config), model.tensors)
         for name, entry in to_files(choose_architecture(model.config), theirs).items():
