@@ -58,7 +58,7 @@ class Model(NamedTuple):
         rows: number of rows of the embedding matrix.
         tensors: all tensors of the model, by their names in `GPTModel`.
         seq_length: tokens of a training sample.
-        tokenizer: flags that name the tokenizer's files on this machine; flags with their defaults without files.
+        tokenizer: flags that name the tokenizer's files on this machine; the flags' defaults if there are no files.
         progress: training progress of the model.
         padded: True if rows of the embedding matrix beyond the tokenizer's vocabulary are padding.
         origin: Hugging Face folder with these weights; None for other formats.

@@ -28,8 +28,9 @@ from megazpp.parallel.axis import MeshAxis
 class AdapterConverter(WeightOpener):
     """An opener of checkpoints that also converts adapters (LoRA) from and to another program's format.
 
-    This class is for checkpoints that contain all weights of their model, and supports no adapters. An optional feature
-    can provide a subclass that supports them; see `megazpp.run.feature.Feature.weight_opener`.
+    The conversion of adapters is the task of subclasses, which optional features provide; see
+    `megazpp.run.feature.Feature.weight_opener`. This base class is for programs without such a feature: it opens only
+    checkpoints that contain all weights of their model.
     """
 
     def open_base(self, checkpoint: Path, record: CheckpointMetadata, files: MeshAxis) -> SafeReader:
