@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from megazpp.base.flags import COMMAND_LINE, Config, flag
 from megazpp.base.program import answer_flags
@@ -65,11 +65,11 @@ def parse(argv: list[str]) -> ParsedRun:
     return parsed
 
 
-answer_flags(__name__, parse)  # before the imports below, which take seconds
+answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
 
 from megazpp.parallel.roll_call import report_tracebacks
 
-report_tracebacks()  # before the imports below, which may fail on one host
+report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.config import Splits

@@ -32,7 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from megazpp.base.flags import flag
 from megazpp.base.program import answer_flags
@@ -91,11 +91,11 @@ def parse(argv: list[str]) -> ParsedRun:
     )
 
 
-answer_flags(__name__, parse)  # before the imports below, which take seconds
+answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
 
 from megazpp.parallel.roll_call import report_tracebacks
 
-report_tracebacks()  # before the imports below, which may fail on one host
+report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 
 from megazpp.base.program import errors_as
 from megazpp.checkpoint.metadata import CheckpointMetadata
@@ -270,7 +270,7 @@ def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[
 
 
 def _lines(file: Iterable[str]) -> Iterator[str]:
-    """Yield the lines that are not empty. `encode` raises an error for text that is not valid UTF-8."""
+    """Yield the lines of a file that are not empty; raise UnicodeEncodeError for a line that was not valid UTF-8."""
     return filter(None, (line.rstrip("\r\n") for line in file if line.encode()))
 
 

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from megazpp.base.flags import Config, flag
 from megazpp.base.program import answer_flags, markdown, program, say_notices
@@ -51,7 +51,7 @@ def parse(argv: list[str]) -> ParsedRun:
     return parse_run_config(argv, ROOT, features=FEATURES, program="plan.py", **options)
 
 
-answer_flags(__name__, parse)  # before the imports below, which take seconds
+answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
 
 from megazpp.parallel.launch import device_type
 from megazpp.planner.estimate import Estimate, Estimator

@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from megazpp.base.program import LAUNCHER_PID, announce, answer_flags
 from megazpp.features import FEATURES
@@ -48,7 +48,7 @@ def parse(argv: list[str]) -> ParsedRun:
     )
 
 
-answer_flags(__name__, parse)  # before the imports below, which take seconds
+answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
 announce(__name__)
 
 from megazpp.parallel.roll_call import report_tracebacks

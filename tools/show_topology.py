@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from megazpp.base.flags import Config, flag
 from megazpp.base.program import answer_flags, program, say_notices
@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> ParsedRun:
     return parse_run_config(argv, ROOT, features=FEATURES, program="show_topology.py", **options)
 
 
-answer_flags(__name__, parse)  # before the imports below, which take seconds
+answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
 
 from megazpp.run.checks import lay_out
 from megazpp.topology.cluster import Cluster

@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from benchmark_cluster_ranks import ESTIMATE
 from emulate_cluster import UNLIMITED, EmulatedCluster, parse_rate, start_on_this_machine

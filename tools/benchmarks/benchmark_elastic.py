@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from benchmark_elastic_job import POINTS, Emulation
 from compare_wire_formats import mean_and_error
@@ -182,7 +182,7 @@ class Site:
 
 
 def measure_kills(out: Path) -> str:
-    """Kill one of three groups at each of POINTS, and return the longest wait of the other groups."""
+    """Kill one of three groups at each point in POINTS; return a line about the longest wait of the other groups."""
     grace, waits, seconds = 0.5, list[float](), {"step_seconds": 0.2}
     flags = f"{TINY} --global-batch-size 6 --nproc 1 --diloco-grace {grace}"
     with Site(out, flags, groups=3, steps=8) as run:

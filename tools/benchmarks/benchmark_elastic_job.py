@@ -97,7 +97,11 @@ def around(owner: Any, name: str, *, before: Callable[..., Any] | None = None, a
 
 
 def slow_down_steps(seconds: float) -> None:
-    """Let each training step begin at least `seconds` after the previous one, or after the interval's beginning."""
+    """Delay training steps, so that each takes at least `seconds`.
+
+    A step begins at least `seconds` after the previous step has begun. The first step of an interval begins at least
+    `seconds` after the beginning of the interval.
+    """
     began = 0.0
 
     def begin(*_: object) -> None:

@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # finds megazpp in a 
 
 from megazpp.base.program import begin
 
-begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
+begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 import torch
 from compare_wire_formats import mean_and_error
@@ -123,7 +123,7 @@ class Groups:
                 fresh.append(({"base": version, "tokens": tokens}, self.outers[group].pack(tokens)))
             before, late = late, [fresh.pop()] if variant.late_factor is not None else []
             self._commit([*fresh, *before], version)
-        if late:  # the run's last version has only the late contribution
+        if late:  # the last outer step merges only the contribution that is late
             self._commit(late, variant.iterations // variant.steps)
         return self._evaluate()
 
