@@ -57,7 +57,7 @@ class Accumulation:
     """The partial sums of gradients that wait for the last backward of a step, in all units of a program's model.
 
     Attributes:
-        sums: partial sums of each unit.
+        sums: objects that hold the partial sums, one per unit.
         is_open: True inside `Handle.accumulate`.
         ballots: votes of forwards whose results this rank has not read yet.
     """
@@ -68,7 +68,7 @@ class Accumulation:
         self.ballots: list[Ballot] = []
         self._discarded = False  # True if this rank has discarded partial sums since its last vote
         # Weak reference to the backward outside of `accumulate` that completes `.grad`, dead if an exception has ended
-        # that backward. None before it, after its regular end, and after `discard`.
+        # that backward. None before that backward, after its regular end, and after `discard`.
         self._completing: Callable[[], object] | None = None
 
     @contextmanager
@@ -97,7 +97,11 @@ class Accumulation:
         self._drop()
 
     def vote(self) -> int:
-        """Return this rank's vote about gradients for the next forward, a sum of INSIDE, OUTSIDE and DISCARDED."""
+        """Return this rank's vote about gradients for the next forward: the sum of the bits that apply.
+
+        INSIDE or OUTSIDE says whether the forward runs inside `Handle.accumulate`. A forward without gradients sets
+        neither of the two. DISCARDED says that this rank has discarded partial sums since its last vote.
+        """
         vote = DISCARDED if self._discarded else 0
         if torch.is_grad_enabled():
             vote |= INSIDE if self.is_open else OUTSIDE

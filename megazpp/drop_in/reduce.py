@@ -145,7 +145,7 @@ class ProgramReduce(SummingReduce):
             self.end()
 
     def fills(self, output: torch.Tensor) -> bool:
-        """Return False, so that FSDP2 never makes `.grad` a view of a reduction that is still in flight.
+        """Return False: FSDP2 must not make `.grad` a view of the output of a reduction that is still in flight.
 
         A program may read or change `.grad` during the backward. See `SummingReduce.fills`.
         """
@@ -206,8 +206,8 @@ class UnusedParameters:
 
     def __init__(self, unit: ProgramUnit) -> None:
         self._unit = unit
-        # `begin` and `read_later` fill `_fresh`, `_used` and `_flags`. `restore_none` empties them once `.grad` is
-        # final.
+        # `begin` and `read_later` record reductions in `_fresh`, `_used` and `_flags`. Once `.grad` is final,
+        # `restore_none` reads and empties these records, so that later reductions begin new ones.
         self._fresh: set[int] = set()  # indices of the parameters whose `.grad` was None when a reduction began
         # Indices of the parameters for which this rank has had a gradient since `.grad` was last None
         self._used: set[int] = set()
@@ -297,7 +297,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
 
     @property
     def crosses(self) -> bool:
-        """True if the cross-node hop runs in the running backward, False if its gradients wait as partial sums."""
+        """True if the running backward sends gradients across nodes; False if they wait in the node as partial sums."""
         return self._every_micro_batch or not self._accumulation.is_open
 
     def begin(self) -> None:
@@ -351,7 +351,13 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
     # ---- the two hops: sum gradients and flags inside the node and across nodes ------------------------------------
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start the intra-node hop, and also the cross-node hop unless gradients wait; see `SummingReduce.start`."""
+        """Start the intra-node hop, and also the cross-node hop unless gradients wait in the node.
+
+        See `SummingReduce.start` for the arguments.
+
+        Returns:
+            The task of the cross-node hop, which returns `result`; None if gradients wait.
+        """
         self._dtype, keep, indices = gradients.dtype, not self.crosses, self.reduced
         hop = _Hop(indices, self._flags_of(indices, gradients.device))
         inside = self._local_queue.submit(functools.partial(self._sum_inside, gradients, hop, keep=keep))
@@ -364,9 +370,10 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         return self._cross_queue.submit(functools.partial(self._sum_across, inside, hop, result), after=(inside,))
 
     def _sum_inside(self, gradients: torch.Tensor, hop: _Hop, *, keep: bool) -> torch.Tensor:
-        """Run the intra-node hop, and return partial sums of gradients over the node and over all waiting backwards.
+        """Run the intra-node hop, and return partial sums of gradients over the ranks of the node.
 
-        The partial sums are [N, S]: S elements for each of N nodes.
+        The partial sums are [N, S]: S elements for each of N nodes. They include the gradients of earlier backwards
+        that wait since `Handle.accumulate`.
 
         Args:
             gradients: [N L S] unreduced gradients of this backward, in FSDP2's rank order (L ranks per node).

@@ -162,11 +162,14 @@ class WatchedGather(ProgramGather):
         return max([InterNodeMessage.NOTHING, *kinds, *([self._kind_of(True)] if self._has_stepped else ())])
 
     def unknown(self, vote: InterNodeMessage) -> Iterator[tuple[torch.Tensor, InterNodeMessage]]:
-        """Compare checksums of those parameters of the unit that a message of the kind `vote` does not send.
+        """Compare the unit's parameters with their last sent values, by checksums, to find writes of the program.
+
+        The parameters form one or two groups: frozen and trained parameters, or all parameters with weight deltas. A
+        group that a message of the kind `vote` sends anyway is left out.
 
         Yields:
-            (differs, kind): `differs` is a bool tensor on the device, True if the program has written to the frozen or
-            to the trained parameters. `kind` is the kind of message for which this rank must vote in that case.
+            (differs, kind) for each group. `differs` is a bool tensor on the device, True if the program has written to
+            the group's parameters. `kind` is the kind of message for which this rank must vote in that case.
         """
         if vote == InterNodeMessage.KEYFRAME:
             return
