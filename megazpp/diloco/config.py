@@ -130,7 +130,10 @@ class DilocoPlan(NamedTuple):
     notices: tuple[str, ...] = ()  # lines for the log about defaults that depend on the run
 
     def sends_at(self, iteration: int) -> int | None:
-        """Return the index of the fragment whose synchronization starts after training step `iteration`, or None."""
+        """Return the index of the fragment whose synchronization starts after training step `iteration`.
+
+        The result is None if no synchronization starts after this step.
+        """
         turn, rest = divmod(iteration, self.steps // self.fragments)
         return None if rest else (turn - 1) % self.fragments
 

@@ -207,9 +207,12 @@ class ReplicaGroups:
         return bool(self._due(iteration)) or (self.plan.delay == 0 and self.plan.sends_at(iteration) is not None)
 
     def count(self, tokens: torch.Tensor) -> None:
-        """Add `tokens`, a scalar tensor: the number of tokens of the training step that this group has just taken.
+        """Add the tokens of a training step to this group's number of tokens for each fragment.
 
-        Tokens weight the groups in the mean of their outer gradients.
+        These numbers are the weights of the groups in the mean of their outer gradients.
+
+        Args:
+            tokens: scalar tensor, the number of tokens of the step that this group has just taken.
         """
         self._tokens += tokens
 
@@ -284,10 +287,10 @@ class ReplicaGroups:
         return {name: moment for unit, momentum in held for name, moment in self._as_owned(unit, momentum)}
 
     def counts(self) -> torch.Tensor:
-        """Return this group's counts of the F fragments for a checkpoint, [2, F] fp64.
+        """Return two numbers of this group for each of F fragments, [2, F] fp64, for a checkpoint.
 
-        Row 0 is the iteration after which each fragment is merged, 0 for none. Row 1 is the number of tokens on which
-        this group has trained since each fragment was last sent.
+        Row 0 is the iteration after which the fragment's outer weights are merged, 0 if no merge is due. Row 1 is the
+        number of tokens on which this group has trained since the fragment was last sent.
         """
         return torch.stack((torch.tensor(self.merge_at, dtype=torch.float64), self._tokens.cpu()))
 

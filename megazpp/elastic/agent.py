@@ -45,15 +45,15 @@ class Agent:
         hello: first message to the coordinator: name of the group, index of the rank, and the entries that
             `Rounds.connect` lists, except the address of this rank.
         most_bytes: largest number of bytes to accept from another group, which is the size of a snapshot.
-        snapshot: function that returns a snapshot of this rank's outer state for another group: a record with its
-            version, and its bytes. The agent calls the function in a thread.
+        snapshot: function that returns a snapshot of this rank's outer state for another group: a record (version, id
+            and number of merged steps), and the bytes of the state. The agent calls the function in a thread.
         stopped: function that returns True once this rank has caught a stop signal. The agent then gives up its first
             connection to the coordinator.
         say: function that prints a log line.
     Attributes:
-        state: last state of the run that the coordinator has sent, see `Rounds.state`; None before the first.
-        version, id: version of this rank's outer state. The training loop sets this and the following attributes, and
-            the reports to the coordinator contain them.
+        state: last state of the run that the coordinator has sent, see `Rounds.state`; None before the first state.
+        version, id: number and id of the version of this rank's outer state. The training loop sets all attributes from
+            these to `trains`, and the agent sends them to the coordinator.
         fingerprint: version and fingerprint of this rank's outer state; None before this rank has outer weights of the
             run.
         steps: number of training steps since the group's last published contribution.
@@ -97,7 +97,7 @@ class Agent:
         self.fingerprint: tuple[int, int] | None = None
         self._numbers, self.sent, self.sent_bytes = 0, 0, 0
         deadline = time.monotonic() + 6 * HEARTBEAT_SECONDS
-        # a wrong secret does not become right, so do not try again
+        # A WireError means a wrong secret or another protocol, which a new attempt cannot correct: give up at once
         first = self._connect(lambda error: isinstance(error, WireError) or stopped() or time.monotonic() > deadline)
         with user_errors():
             host = Address(flags.host("diloco_listen") or first.local_host, 0)
@@ -161,10 +161,10 @@ class Agent:
         return cid
 
     def messages_of(self, version: int) -> tuple[Record, list[bytes]] | None:
-        """Return the record of the commit that made a version, and the messages of the commit's contributions.
+        """Return (record of the commit that made a version, messages of the contributions that the commit merged).
 
-        The messages are in the order in which all ranks sum them. The result is None if this rank does
-        not know the commit yet, or has not fetched all of its messages.
+        The messages are in the order in which all ranks sum them. The result is None if this rank does not know the
+        commit yet, or has not fetched all messages of the commit.
         """
         commit = None if self.state is None else self.state["commits"].get(str(version))
         if commit is None or any(entry["cid"] not in self._messages for entry in commit["set"]):

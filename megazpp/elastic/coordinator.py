@@ -117,7 +117,7 @@ class Journal:
         return records
 
     def _line(self, record: dict) -> str:
-        """Return the line for a record, and add the record to the journal's checksum."""
+        """Return the journal's line for a record, with its checksum, and add the record to the running checksum."""
         self._checksum = _checksum_after(self._checksum, record)
         return json.dumps(record | {"checksum": self._checksum}) + "\n"
 
@@ -156,7 +156,12 @@ class Outbox:
         self._is_last = False
 
     def put(self, state: Record | None, *, is_last: bool = False) -> None:
-        """Replace the state to send. After the last one, which may be None for no state, the connection is closed."""
+        """Replace the state that waits to be sent to the rank.
+
+        Args:
+            state: state of the run; None sends no further state.
+            is_last: True to close the connection after this state.
+        """
         with self._changed:
             self._state, self._is_last = state, is_last
             self._changed.notify()
@@ -240,8 +245,8 @@ class Coordinator:
     def _advance(self) -> None:
         """Let `Rounds` decide, write its new records to the journal, and then send the run's state to all ranks."""
         now = time.monotonic()
-        # This process was suspended or has waited for the disk. Groups must not be removed for reports that it has not
-        # received meanwhile.
+        # A late tick means that this process was suspended or has waited for the disk. It has received no reports
+        # meanwhile, for which no group may be removed.
         if now > self._ticked_at + LATE_SECONDS:
             self._rounds.wake(now)
         self._ticked_at = now

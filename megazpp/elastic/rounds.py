@@ -32,11 +32,13 @@ from typing import Any, NamedTuple
 Cell = list[int]
 Record = dict[str, Any]  # a JSON object: a journal record, a rank's report, a state of the run, or a contribution
 
-# The coordinator removes a group from the run ("out") in four cases:
-BLIP_SECONDS = 0.5  # the connection of a rank of the group is lost for this time
-HEARTBEAT_SECONDS = 10.0  # a rank of the group sends no report for this time
-HANGING_STEPS = 20  # the group has samples, but takes no step for HEARTBEAT_SECONDS plus its time for so many steps
-REACH_SECONDS = 30.0  # a contribution of the group is older than this, and all other groups fail to connect to it
+# The next four numbers say when the coordinator removes a group from the run, so that the group is "out".
+BLIP_SECONDS = 0.5  # a group is out if the connection of one of its ranks to the coordinator is lost for this time
+HEARTBEAT_SECONDS = 10.0  # a group is out if one of its ranks sends no report for this time
+# A group that has samples is out if it takes no step for HEARTBEAT_SECONDS plus its usual time for this number of steps
+HANGING_STEPS = 20
+# A group is out if one of its contributions is older than this, and no other group can connect to the group
+REACH_SECONDS = 30.0
 ASSEMBLY_SECONDS = 60.0  # limit of the wait for all ranks of a new group, and for all groups at the start of a run
 # Number of latest commits of each model fragment whose messages all groups keep, so that a slow or new group can fetch
 # and apply them
@@ -131,8 +133,8 @@ class Rounds:
         now: current time in seconds, of the same clock as the times of all later events.
     Attributes:
         facts: flags, package versions and data of the run, by name, as the first group that connected has reported
-            them. Other groups must have the same. None until a rank has connected. A group replaces the facts if it
-            connects before the first commit, while no other group takes part.
+            them. Other groups must have the same facts. None until a rank has connected. A group replaces the facts if
+            it connects before the first commit, while no other group takes part.
         rules: settings of the run, from the same group as `facts`.
         groups: by name: the newest incarnation of each group that has ever connected.
         commits: the record of each committed outer step; the last one made the current version.
@@ -140,7 +142,7 @@ class Rounds:
         free: cells of opened blocks that are neither leased, nor in a published contribution, nor merged.
         opened_blocks: number of blocks of samples that are opened; the first lease of a cell opens its block.
         waited_for: names of the groups for whose contributions the current round waits: the members at its start.
-        news: records, lines and rows since the last call of `take_news`.
+        news: journal records, log lines, and rows of rounds.jsonl since the last call of `take_news`.
         closed: ids of the contributions that were chosen for the next commit; None while the round waits for more.
     """
 

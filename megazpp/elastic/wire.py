@@ -30,7 +30,7 @@ GREETING = b"megazpp elastic 1\n"
 NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
 HANDSHAKE_SECONDS = 10.0  # limit for each read and write until the peer has proved that it knows the secret
 NO_SECRET = b"all groups are on this machine"  # secret of a run without a secret file
-_HEAD = struct.Struct("!I")  # length of a frame's JSON in bytes
+_HEAD = struct.Struct("!I")  # header of a frame: the length of the frame's JSON in bytes
 _NUMBER = struct.Struct("!Q")  # number of a frame, or length of a value, as 8 bytes that enter a MAC
 
 
