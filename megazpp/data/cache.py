@@ -57,8 +57,8 @@ def build_once(path: Path, build: Callable[[Path], None], *, flag: str = FLAG) -
 
     Args:
         path: file or directory of the cache entry.
-        build: function that writes the entry to a temporary path, its argument, and syncs its files to disk. Otherwise
-            an entry could contain zeros after a power failure. This path is then renamed to `path`.
+        build: function that writes the entry to its argument, a temporary path, which is then renamed to `path`. The
+            function must sync the files to disk: otherwise the entry could contain zeros after a power failure.
         flag: flag of the cache directory, for messages.
     Raises:
         ValueError: the cache directory cannot be written to.

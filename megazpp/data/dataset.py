@@ -83,8 +83,8 @@ def check_inputs(
 def uses_with_data(config: DataConfig) -> Splits[bool]:
     """Return for each of training, validation and test True if the flags give it data, otherwise False.
 
-    --train-data-path, --valid-data-path and --test-data-path give data to one of them. Without these flags, --split
-    gives data to each of them whose proportion is above 0.
+    Each of the flags --train-data-path, --valid-data-path and --test-data-path gives data to the split in its name.
+    Without these flags, --split gives data to each split whose proportion is above 0.
     """
     if any(paths := paths_by_use(config).values()):
         return Splits(*map(bool, paths))

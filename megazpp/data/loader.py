@@ -116,7 +116,7 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
         return [on_device(batch, self._device) for batch in batches]
 
     def close(self) -> None:
-        """Stop the threads, and drop the micro-batches that they have prepared."""
+        """Stop the threads, and drop the micro-batches that they have built in advance."""
         self._ahead.clear()
         if self._workers is not None:
             self._workers.shutdown(wait=True, cancel_futures=True)
