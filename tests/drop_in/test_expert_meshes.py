@@ -87,7 +87,8 @@ class Experts(nn.Module):
         parts = [torch.empty_like(choice) for _ in range(group.size())]
         dist.all_gather(parts, choice, group=group)
         up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
-        # gives all ranks the same autograd graph with the same collectives, even without tokens for their experts
+        # The zeros give all ranks the same autograd graph with the same collectives, even without tokens for a rank's
+        # experts
         total, choice = 0.0 * (x + weight), torch.cat(parts)
         for number in range(len(up)):
             mine = choice == group.rank() * len(up) + number
@@ -211,7 +212,7 @@ def wrap(model: Mixture, recipe: str, ep: int, tp: int = 1, **fsdp: Any) -> None
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             several = recipe != "apart" or not isinstance(module, Experts) or ep < RANKS
-            # not for units on one rank, whose gradients FSDP2 would divide twice if sums were forced
+            # Do not force sums for units on one rank, because FSDP2 would then divide their gradients twice
             module.set_force_sum_reduction_for_comms(several)
 
 

@@ -28,7 +28,7 @@ def cases() -> Iterator[Any]:
 def workers() -> Iterator[Callable[[], Ranks]]:
     """Yield a function that returns two worker processes, new ones if a test has ended those before.
 
-    They end with this module, because imported frameworks take much memory.
+    The processes end after the last test of this module, because imported frameworks take much memory.
     """
     found: list[Ranks] = []
 

@@ -172,7 +172,8 @@ def test_quantized_training_of_an_unwrapped_bf16_model_sends_fewer_bytes():
     quantized = ranks(RANKS).run(train, {"zero_error_feedback": False}, bf16=True, bare=True)
     for losses, _ in [*exact, *quantized]:
         assert losses == pytest.approx(expected, rel=5e-3)
-    # (0.51 + 2 x 0.26) of 2 x 16 bits
+    # Without quantization, each element takes 16 bits as a weight and 32 bits as a gradient. With quantization it takes
+    # about 8 and 4 bits. The bound leaves room for parameters that are not quantized
     assert sum(sent for _, sent in quantized) < 0.62 * sum(sent for _, sent in exact)
 
 

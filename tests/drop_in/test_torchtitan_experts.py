@@ -40,7 +40,7 @@ def small_config(parallelism: Any, *, lora: bool) -> Any:
         layers=qwen3._build_qwen3_moe_layers(**sizes, **how, rope=rope),
     )
     config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    if lora:  # freezes all weights but the adapters, so the experts too
+    if lora:  # LoRA freezes all weights but its adapters, so it also freezes the experts
         config = LoRAConverter.Config(rank=4, alpha=8.0, target_modules=["wo"]).build().convert(config)
     return config
 

@@ -69,7 +69,7 @@ SIZES: dict[str, dict[str, Any]] = {  # config of the tiny model of each transfo
     },
     "olmoe": _LLAMA_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None},
 }
-LLAMA3 = {  # RoPE settings of Llama 3.2
+LLAMA3 = {  # the entry `rope_scaling` of Llama 3.2's config.json
     "rope_type": "llama3",
     "factor": 32.0,
     "low_freq_factor": 1.0,

@@ -76,7 +76,8 @@ class Program:
     def left_behind(self) -> list[int]:
         """Return the IDs of the program's running processes in all sessions.
 
-        They have the marker in their environment or, as forks of `forked_python`, the program's file as stdout.
+        Such a process has the program's marker in its environment. A fork of `forked_python` instead has the program's
+        output file as stdout.
         """
         return [process.pid for process in psutil.process_iter(["environ"]) if self._has_started(process)]
 

@@ -125,7 +125,6 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
 def _share_groups_between_cases() -> None:
     """Make each layout's process groups only once per worker process, and give them to all test cases.
 
-
     Every gloo group keeps threads and connections. A group cannot be destroyed while DTensor's caches may hold it, so
     hundreds of test cases must share their groups.
     """

@@ -23,10 +23,10 @@ from megazpp.tensor_parallel.parameters import local, owned_parameters, partial_
 
 VOCAB, SEQ = 101, 16
 STYLES = {"gpt2": GPT2_STYLE, "llama": LLAMA_STYLE}  # the Llama style uses grouped-query attention
-# number of calls of each collective in the forward, and in the backward
+# Two mappings, for the forward and for the backward: number of calls of each collective, by the collective's name
 Calls = tuple[Mapping[str, int], Mapping[str, int]]
 # Arguments of `compare_slices`, by sequence parallelism, for a layer that contains a whole tensor-parallel region. Its
-# input and output are split along the sequence with sequence parallelism, and complete without
+# input and output are split along the sequence with sequence parallelism, and complete without it
 REGION: dict[bool, dict[str, Any]] = {
     False: {"calls": ({"all_reduce": 1}, {"all_reduce": 1})},
     True: {
@@ -124,8 +124,8 @@ def losses_of(model: GPTModel, data: MicroBatch) -> torch.Tensor:
 def local_gradients(model: torch.nn.Module, tp: MeshAxis | None = None) -> dict[str, torch.Tensor]:
     """Return this rank's slice of every gradient by name, as the optimizer sees it; None if there is no gradient.
 
-    Each rank has only a partial sum of some gradients. This function sums these over the axis `tp` (default: the
-    model's).
+    Each rank has only a partial sum of some gradients. This function sums such gradients over the axis `tp` (default:
+    the model's axis).
     """
     partial = partial_parameters(model)
     grads = {name: None if p.grad is None else local(p.grad).clone() for name, p in model.named_parameters()}
@@ -206,7 +206,7 @@ def assert_near(row: object, found: torch.Tensor, expected: torch.Tensor, **tole
 def assert_gradients_near(
     ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], share: float = 1e-5
 ) -> None:
-    """Assert that gradients are close by name.
+    """Assert that two dicts of gradients by name have the same names and nearly equal gradients.
 
     A difference may be `share` times the expected element plus `share` times the gradient's largest element.
     """

@@ -102,7 +102,7 @@ class Case:
     seed: int = 5
     learning_rate: float = 1e-2
     zero: ZeroConfig | None = None
-    # format of float8 matrix products, which are emulated; None for products in the compute dtype
+    # format of the linear layers' float8 matrix products, which are emulated; None for products in the compute dtype
     float8: Float8Format | None = None
     scalar_head: bool = False
     diloco: DilocoConfig = field(default_factory=DilocoConfig)
