@@ -85,7 +85,10 @@ def is_loopback(host: str) -> bool:
 
 
 def store_address(env: Mapping[str, str] = os.environ) -> str:
-    """Return the address of the job's store for messages: "HOST:PORT", with "?" for an unset variable."""
+    """Return the address of the job's store as "HOST:PORT", for error messages.
+
+    "?" replaces the host or the port if MASTER_ADDR or MASTER_PORT is not set.
+    """
     host, port = (env.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

@@ -129,7 +129,10 @@ def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
 
 
 def check_prefix(prefix: str, flag: str) -> None:
-    """Raise ValueError if `prefix`, the value of `flag`, is a folder, so that the names of the files would be empty."""
+    """Raise ValueError if `prefix`, the value of `flag`, is a folder.
+
+    A program appends suffixes such as `.bin` to a prefix. After a folder, nothing would precede the suffix.
+    """
     if prefix.endswith(("/", "/.", "/..")) or Path(prefix).name in ("", "..", "~"):
         folder = prefix.rstrip("/") or "/"
         raise ValueError(
@@ -247,7 +250,7 @@ def lock_for_this_job(
 ) -> IO[str]:
     """Lock a folder for this job, by a lock file, and return the open lock file. Closing the file releases the lock.
 
-    The file contains process, host and time, so that the error message of another job can name the holder.
+    The lock file contains this process's id, its host and the time, so that another job's error message can name them.
 
     Args:
         path: lock file; it is created if needed, and never deleted.

@@ -57,8 +57,9 @@ class FlagSpec(NamedTuple):
         required: True if a command line without this flag is an error. The field's default is then None.
         common: True if --help lists the flag; --help-all lists all flags.
         per_host: True if ranks on several hosts may have different values. The ranks compare all other flags.
-        shape: for a field of `GPTConfig`: False if it affects neither the shapes nor the meaning of the weights; or the
-            name of the property with the value in use, for a field that may be None or has several spellings.
+        shape: for a field of `GPTConfig`: False if it affects neither the shapes nor the meaning of the weights; True
+            if a run and its checkpoint must have equal values of the field. A string is the name of the property to
+            compare instead, for a field that may be None or has several spellings.
         must_be: range of a number, see `_RANGES`; None for any number.
         most: largest value of a number, and the words that say what limits it; None for no limit.
     """
@@ -81,9 +82,10 @@ class Config:
     """A frozen dataclass whose fields are flags, and which checks the value of each field by itself."""
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for each field that has none of the words of its `Literal` type or is out of its range.
+        """Raise a ValueError if a field has none of the words of its `Literal` type, or is out of its range.
 
-        Subclasses extend this method by checks of several fields. None is in every range.
+        The message has one line per such field. `FlagSpec.must_be` and `FlagSpec.most` give the range; None is in every
+        range. Subclasses extend this method by checks of several fields.
         """
         config: type = type(self)
         problems, hints = list[str](), type_hints(config)
@@ -152,7 +154,7 @@ def not_empty(read: Callable[[str], Any], name: str, default: Any) -> Callable[[
     """Return a type for argparse that refuses the empty text, which `Path` would read as the current folder.
 
     Args:
-        read: the type without this check. It is returned itself for a field that is no path, or whose default is "".
+        read: the type without this check. The result is `read` itself if the field is no path, or its default is "".
         name: name of the config's field.
         default: default of the field.
     """

@@ -42,8 +42,10 @@ T = TypeVar("T")
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG, EXIT_LATE = 1, 2, 3, 4, 5
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128 + n
 EXIT_READER_GONE = 128 + signal.SIGPIPE
-LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"  # environment variable of the workers that a launching process of MegaZ++ starts
-BEGAN = "MEGAZPP_BEGAN"  # environment variable of these workers: `time.monotonic()` when the launching process began
+# Environment variable of workers that a launching process of MegaZ++ starts: the process id of the launching process
+LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"
+# Environment variable of workers that a launching process of MegaZ++ starts: `time.monotonic()` when that process began
+BEGAN = "MEGAZPP_BEGAN"
 _SET_PARENT_DEATH_SIGNAL = 1  # option PR_SET_PDEATHSIG of Linux's prctl
 # Ends of the messages about an OSError, by the error's number, that say what the user can do about it
 REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free disk space, or choose another disk")
@@ -65,7 +67,8 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
-        # A worker of MegaZ++'s launcher keeps the handler until `worker_process`, because the launcher prints the line.
+        # In a worker of MegaZ++'s launcher, `_leave_on_ctrl_c` stays the handler until `worker_process`. It prints
+        # nothing there, because the launcher reports Ctrl-C.
         begun = signal.getsignal(signal.SIGINT) is _leave_on_ctrl_c and LAUNCHER_PID not in os.environ
         if begun:  # during `main`, Ctrl-C must run `finally` blocks
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -271,7 +274,7 @@ def exit_on_signals() -> None:
 
 
 def ignored(number: int) -> bool:
-    """Return True if the signal is SIGHUP, and nohup has made this program ignore it, so that no handler is set."""
+    """Return True if the signal is SIGHUP, and nohup has made this program ignore SIGHUP. No handler is set then."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 

@@ -220,8 +220,8 @@ class CheckpointFolder:
     def abandon(self, iteration: int) -> None:
         """Delete the partial checkpoint of an iteration after a failed save, to free its disk space.
 
-        If this fails too, for instance because a file has replaced the folder, the error of the save remains the one
-        that is raised.
+        An error of the deletion is ignored, so that the run reports the error of the save. A deletion fails, for
+        instance, if a file has replaced the folder of checkpoints.
         """
         for path in (self._new, self.partial(iteration)):
             with contextlib.suppress(OSError):
@@ -273,7 +273,7 @@ class CheckpointFolder:
 
         A checkpoint of an abandoned branch is deleted if `kept` has an iteration after its own. Each checkpoint is
         renamed to its partial name first, so that a crash cannot leave an incomplete checkpoint under a complete name.
-        Of a checkpoint that a user has moved to another disk, only the link in this folder is deleted.
+        If a user has moved a checkpoint to another disk and left a link here, only the link is deleted.
         """
         kept = set(kept)
         passed = [

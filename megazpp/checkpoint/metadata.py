@@ -332,8 +332,8 @@ def schedule_ratio(saved: CheckpointMetadata, own: CheckpointMetadata) -> Fracti
         saved: metadata of the checkpoint.
         own: metadata of this run.
     Returns:
-        The position that the completed training has in this run's schedule, divided by its position in the checkpoint's
-        schedule; 1 if one of them is unknown.
+        The position of the completed training in this run's schedule, divided by its position in the checkpoint's
+        schedule; 1 if one of the two positions is 0 or unknown.
     """
     lengths = []
     for record in (own, saved):

@@ -61,7 +61,7 @@ class LoadSource(NamedTuple):
         fallback: True to load an older checkpoint if the requested one is damaged (--load-fallback). The newest
             undamaged one is loaded.
         opener: opener of the weights, for checkpoints that need weights of another checkpoint; see `WeightOpener`.
-        was_empty: True if the folder had no checkpoint when it was chosen.
+        was_empty: True if `folder` had no checkpoint at the time of this choice; see `check_still_chosen`.
     """
 
     folder: CheckpointFolder

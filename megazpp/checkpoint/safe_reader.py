@@ -42,7 +42,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
 Chunk = tuple[str, tuple[int, ...]]  # one chunk of a saved tensor: the tensor's key, and the index of the first element
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # part of a tensor to fill (a view), and its slices of a saved chunk
+Part = tuple[torch.Tensor, tuple[slice, ...]]  # view of a part of a tensor to fill; slices of the chunk to copy into it
 _AT_ONCE = 1 << 22  # largest number of elements that `read_box` reads from a file at once (but at least one row)
 
 
@@ -119,7 +119,7 @@ class SafeReader:
                 part.copy_(content[place])
 
     def _fill_from_here(self, targets: Mapping[str, torch.Tensor], padded: Collection[str]) -> None:
-        """Fill `targets` from the files on this host. Add parts whose files only other hosts have to `_absent`."""
+        """Fill `targets` from the files on this host. Add parts whose files are only on other hosts to `_absent`."""
         saved = self.tensors()
         for key, target in targets.items():
             size, shape = tuple(saved[key].size), tuple(target.shape)

@@ -208,7 +208,7 @@ class TrainState:
         return self._sharding.device
 
     def _parts_of(self, optimizer: bool, rng: bool) -> Iterator[StatePart]:
-        """Return the parts of the state to save or load: always the weights, and the groups that are selected."""
+        """Return the parts to save or load: those of the group "weights", and of each group whose argument is True."""
         wanted = {"weights": True, "optimizer": optimizer, "rng": rng}
         return (part for part in self._parts if wanted[part.group])
 
@@ -364,7 +364,7 @@ class ErrorFeedback(StatePart):
     def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
         axes = [getattr(dims, name) for name in dims.layout.coordinates]
         layout, place = ("x".join(str(getattr(axis, part)) for axis in axes) for part in ("size", "rank"))
-        if (ep := dims.layout.ep) > 1:  # so that a run with another ep size does not load buffers of other experts
+        if (ep := dims.layout.ep) > 1:  # a run with another ep size has other experts, so its keys differ
             layout = f"{layout}.ep{ep}"
         self.prefix, self._sharding, self._values = f"feedback.{layout}.{place}.", sharding, values
         self.sources: list[Callable[[], dict[str, torch.Tensor]]] = [sharding.rank_state]

@@ -5,7 +5,8 @@ starts after the host has launched it. The host launches kernels one after anoth
 device waits only if the host falls behind (`Simulation.spend`).
 
     FLOPs       2 x 128 x 128 x k for each tile of a matrix product's result / reachable FLOP/s; tiles of 128 x 128,
-                and their number rounded up to complete waves of one tile per multiprocessor
+                and their number rounded up to complete waves of one tile per multiprocessor; k is the size of the
+                dimension that the product contracts
     memory      bytes read and written / reachable memory bandwidth
     launch      HOST_MICROSECONDS for each matrix product, each series of passes over memory, and each collective
 
@@ -336,7 +337,7 @@ class AxisCost:
                 else:
                     rate *= getattr(efficiency, kind)
             byte_seconds = pairwise = senders / rate + alone
-            if is_network:  # in an all-to-all all ranks of a node send over the network, but only a part of their bytes
+            if is_network:  # in an all-to-all, each rank of a node sends a part of its bytes over the network
                 pairwise = layout.network_share(axis) * (cluster.ranks_per_node / rate + alone)
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
             self._pairwise_seconds = max(self._pairwise_seconds, 1e-9 * pairwise)

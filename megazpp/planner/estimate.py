@@ -341,7 +341,7 @@ def known_links(layout: Layout) -> Links | None:
 
 
 def _used_links(layout: Layout) -> dict[LinkKind, str]:
-    """Return the kinds of links that the layout's collectives use, such as "network", each with one axis that does."""
+    """Return, for each kind of link that the layout uses, such as "network", the name of one axis that uses it."""
     axes = (*AXES, NODE, *(EXPERT_AXES if layout.has_expert_axes else ()))
     return {kind: axis for axis in reversed(axes) for kind in layout.links(axis)}
 

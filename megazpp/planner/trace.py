@@ -52,8 +52,8 @@ NO_RECOMPUTE: dict[str, Any] = {
     "recompute_method": None,
     "recompute_num_layers": None,
 }
-# Stands for float8 matrix products in a trace. Like them it saves its input and weight for backward, and runs after the
-# gather over tp and before the reduction over tp.
+# A function that replaces float8 matrix products in a trace. Like them it saves its input and weight for backward, and
+# runs after the gather over tp and before the reduction over tp.
 SIMULATED_FLOAT8: Product = F.linear
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # names of torch's matrix products
 # Names of operations of torch that launch no kernel
@@ -174,7 +174,7 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
         ValueError: only some layers have experts, and layers differ in recomputation or in frozen parameters as well.
     """
     # ---- make the configs of models with at most three layers, which represent all layers
-    again = 1 if config.recompute_method == "block" else None  # layer 0 of the traced layers is recomputed, layer 1 not
+    again = 1 if config.recompute_method == "block" else None  # "block" recomputes only the first traced layer
     # Layers with and without a window or rotary embeddings have the same parameters, and count as alike here.
     alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}
     mixed = 0 < len(config.expert_layers) < config.layers
@@ -244,7 +244,7 @@ def record_segments(
     Args:
         shape: config of this model.
         inputs: sizes of batch and parallelism, and further inputs of the trace.
-        share: fraction of the S x S attention scores that is computed, see `FusedAttention`.
+        share: fraction of the S x S attention scores of a sample of S tokens that is computed, see `FusedAttention`.
         with_head: True to run the output layer and the loss; False to replace them by a sum of the hidden states.
 
     Returns:
@@ -535,8 +535,8 @@ def _described(value: Any) -> Any:
 class FusedAttention(TorchFunctionMode):
     """Function mode that replaces attention in a trace by a fused kernel's operations and memory.
 
-    Fused kernels keep no S x S scores, and torch does not choose them for meta tensors. They keep a mask for backward,
-    in the dtype of the queries.
+    Fused kernels do not keep the S x S scores of a sample of S tokens. Torch does not choose such kernels for meta
+    tensors. They keep a mask for backward, in the dtype of the queries.
 
     Args:
         recorder: recorder of operations and memory.
@@ -570,6 +570,7 @@ class FusedAttention(TorchFunctionMode):
         """Record attention inside documents, in place of a `DocumentKernel` (model/attention.py).
 
         Every document has `longest` tokens, so q, k and v [tokens, heads, D] are split into samples of that length.
+        D is the size of a head.
         """
         batch = q.shape[0] // longest
         k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
@@ -579,7 +580,8 @@ class FusedAttention(TorchFunctionMode):
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None) -> Any:
         """Record the matrix products and memory of attention, and return a meta tensor [B, heads, S, D] as its output.
 
-        The simulated kernel keeps inputs, output, mask and one fp32 number per query for backward.
+        The simulated kernel keeps inputs, output, mask and one fp32 number per query for backward. B is the number of
+        samples, S their length in tokens, D the size of a head, and `groups` the number of heads of keys and values.
 
         Args:
             q: [B, heads, S, D] queries.

@@ -54,7 +54,8 @@ def write_report(runs: Sequence[Run], output: Path, now: datetime.datetime, roun
     if output.exists() and not (output.is_file() and output.read_bytes().startswith(MARK.encode())):
         raise ValueError(f"--output {output} exists and is not a report, so it was not replaced: choose another path")
     try:
-        # a folder's name may have bytes that are not UTF-8, and a recorded text may have half of a surrogate pair
+        # A folder's name may have bytes that are not UTF-8, and a recorded text may have half of a surrogate pair. The
+        # page shows both as escape sequences.
         write_whole(output, report_html(runs, now, rounds).encode(errors="backslashreplace"))
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error

@@ -35,10 +35,11 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """True if summary.json has the results of the last start, so that no later start has logged other rows.
+        """True if summary.json has the results of the run's last start; False if a later start has logged rows since.
 
-        Rows of a later start are beyond the iteration of summary.json, or they are before it, and earlier rows have
-        already reached it. Without such earlier rows, the last rows were lost, for instance on a full disk.
+        The last row of metrics.jsonl shows a later start in two cases. Its iteration is above the one in summary.json.
+        Or its iteration is below, although an earlier row has reached the one in summary.json: the run has gone back.
+        If no row has reached that iteration, the last rows were lost, for instance on a full disk.
         """
         end, iterations = number(self.summary.get("iteration"), 0), [row["iteration"] for row in self.rows]
         resumed = bool(iterations) and (iterations[-1] > end or iterations[-1] < end <= max(iterations))

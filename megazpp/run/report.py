@@ -82,7 +82,11 @@ def records_to_continue(verified: Verified | None, config: CheckpointConfig) -> 
 
 
 def _checkpoints_of(run_dir: Path) -> Path | None:
-    """Return the folder of checkpoints of the last run in a run folder, by its args.json; None without that file."""
+    """Return the folder of checkpoints of the last run that used a run folder, from the flags in its args.json.
+
+    This is the value of --save or, without --save, the subfolder `checkpoints`. The result is None if args.json is
+    missing or damaged.
+    """
     try:
         values = json.loads(read_small_file(run_dir / FLAGS))
     except (OSError, ValueError, RecursionError):

@@ -97,7 +97,7 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
             elif hosts is not None:
                 failure.show()
                 hosts.tell(str(failure))
-                leave(failure.exit_code)  # an ordinary exit could abort, see `start_workers`
+                leave(failure.exit_code)  # an ordinary exit of the interpreter could abort, see `start_workers`
             else:
                 raise
             return failure.exit_code
@@ -179,7 +179,7 @@ def check_kernels(dims: ParallelDims, device: torch.device) -> None:
     found = find_difference(dims.replicate, instructions), find_difference(dims.tp, instructions | threads)
 
     def check() -> None:
-        """Raise ValueError if this rank's group on one of the two axes has a difference."""
+        """Raise ValueError if kernels or threads differ in this rank's process group on the axis `replicate` or tp."""
         for places, differ in filter(None, found):
             name, (first, other) = next(iter(differ.items()))
             raise ValueError(f"{name} must be equal on all ranks, but is {first} and {other} ({places})")

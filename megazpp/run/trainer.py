@@ -150,7 +150,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         if checkpoint.save is not None:
             save = CheckpointFolder(checkpoint.save, "--save")
             take_folder(save, files, console.log, shared=config.jobs > 1)
-            if config.jobs == 1:  # several jobs of one run save to the folder in turn
+            if config.jobs == 1:  # several jobs share the folder, so new checkpoints are no error
                 check = functools.partial(check_still_chosen, source, checkpoint, restarted=worker.restarts > 0)
                 raise_on_all_ranks(files, lambda: check() if worker.rank == 0 else None)
         verified = verify(source, files, console.log)

@@ -152,7 +152,7 @@ class BatchPlan:
 
     @cached_property
     def _ramp_starts(self) -> list[int]:
-        """The numbers of consumed samples at which the ramp-up's steps start, and at which the next step starts."""
+        """The numbers of consumed samples at which the ramp-up's steps and the first step after them start."""
         starts = [self.start_samples]
         while starts[-1] < self.rampup_samples:
             starts.append(starts[-1] + self.batch_size_at(starts[-1]))

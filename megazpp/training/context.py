@@ -60,7 +60,7 @@ class Console:
         self._is_terminal = enabled and self._out.isatty()
         self._bar: tqdm | None = None
         self._file: Path | None = None
-        self._before: list[str] = []  # full lines printed before `keep` has set the log file, which gets them then
+        self._before: list[str] = []  # full lines printed before `keep`, which writes them to the log file
 
     @property
     def _out(self) -> TextIO:
@@ -68,9 +68,10 @@ class Console:
         return self._given or sys.stdout
 
     def keep(self, path: Path) -> None:
-        """Append all full lines to the file at `path` too, including the lines printed before this call.
+        """Make the file at `path` the log file: append the full lines to it, also those printed before this call.
 
-        If writing to the file fails, the console warns and continues without the file.
+        A terminal may show shorter lines (see `log`), but the file gets the full ones. If writing to the file fails,
+        the console warns and continues without the file.
         """
         self._file = path
         for text in self._before:
@@ -257,7 +258,10 @@ class RunFolder:
             write_whole(file, f"{run_id}\n".encode())
 
     def forget_wandb_run_id(self) -> None:
-        """Make this folder, a copy of another run folder, use a new wandb run. The other ID gets a numbered name."""
+        """Rename the file with the ID of the wandb run to a numbered name, so that this run starts a new wandb run.
+
+        A copied run folder needs this, because the original run may continue with the stored ID.
+        """
         if (self.path / "wandb_run_id").exists():
             self.write("wandb_run_id", "")
 

@@ -4,7 +4,9 @@ A run stops early after a given iteration, after a given time, or because of a s
 step. Ctrl-C, SIGTERM (schedulers, container runtimes, `kill`), SIGHUP (a closed terminal) and the signals by which
 batch systems announce a time limit (SIGUSR1, SIGUSR2, SIGXCPU) stop a run cleanly, even if the signal reaches only one
 of the run's processes. A rank whose output can no longer be read stops the run like SIGHUP. A run that nohup has
-started ignores both:
+started ignores SIGHUP and lost output.
+
+After the first stop signal:
 
 - The current step is finished. With several GPUs, the next step is finished too.
 - A checkpoint is saved if --save is given. The last evaluation and the last sample are skipped.
@@ -90,7 +92,7 @@ class AfterStep(NamedTuple):
     """An action that all ranks run after some steps, for example a save or an evaluation.
 
     Attributes:
-        run: function that takes the progress after the step. The host has waited for the step's results before.
+        run: function that takes the progress after the step. Before the call, the host waits for the step's results.
         interval: the action follows each step whose iteration is a multiple of this number; None for no such step.
         at_end: True if the action also follows the last step of the run, whatever the iteration is.
     """
@@ -284,9 +286,9 @@ class StopConditions:
     def _agree(self, mine: list[int], dims: ParallelDims, *, at_once: bool) -> list[int]:
         """Return the maximum of each integer in `mine` over all ranks.
 
-        `mine` has the number of this rank's stop signal, 0 for none. `reason` adds 1 if the time limit is over, or else
-        0. On CUDA with `at_once` False, return the maxima of the previous call instead, so that the host does not wait
-        for the device. The first call then returns zeros.
+        The first integer in `mine` is the number of this rank's stop signal, 0 for none. In calls by `reason` a second
+        one follows: 1 if the time limit is over, otherwise 0. On CUDA with `at_once` False, return the maxima of the
+        previous call instead, so that the host does not wait for the device. The first call then returns zeros.
         """
         if dims.world.size == 1:
             return mine

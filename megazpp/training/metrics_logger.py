@@ -179,7 +179,7 @@ class MetricsRecorder:
 
     def step(self, record: StepRecord, *, last: bool) -> None:
         """Record a training step. If a log interval ends with the step, or the step is the `last` one, log a line."""
-        # ---- for a log line, compute the numbers that no other step has
+        # ---- compute the numbers that only steps with a log line have
         run, dims, log = self.run, self.run.dims, last or self.logs(record.iteration)
         # Read the counted bytes first, because the parameter norm below sends bytes that no training step needs.
         sent = self._sent_bytes_per_node() if log else NOTHING_SENT

@@ -117,7 +117,7 @@ class LanguageModelLoss:
         def head(
             model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor | None
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            """Return the loss of each token, computed from the model's final hidden states `x`, and `router_loss`."""
+            """Return the loss of each token, computed from the final hidden states `x`; and `router_loss` unchanged."""
             return model.token_losses(x, batch.labels)[0], router_loss
 
         losses, router_loss = model(
