@@ -72,7 +72,7 @@ from megazpp.training.setup import build_model, open_loader
 @distributed_program
 def main(argv: list[str]) -> int:
     """Pretrain a model as a worker, or check flags and files and start the workers; return the exit code."""
-    # ---- flags, and commands that replace training
+    # ---- parse the flags, and run commands that replace training, such as --plan
     parsed = parse(argv)
     if parsed.answers():
         return 0
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         if status is not None:
             return status
 
-    # ---- the checkpoint to load, whose flags may complete the command line
+    # ---- choose the checkpoint to load, and complete the command line by its flags
     problems, source, earlier = Problems(), None, None
     with problems:
         parsed, source, earlier = find_checkpoint(parsed)
@@ -163,7 +163,7 @@ def open_data(run: OpenRun) -> tuple[Tokenizer, Splits[Samples | None]]:
         ValueError: the data or the tokenizer cannot be used.
     """
     config, log, wanted = run.config, run.context.log, count_samples(run)
-    # A small text may get a smaller vocabulary and another split, unless the user has typed these flags.
+    # A small text may get a smaller vocabulary or another split, unless the user has typed --vocab-size or --split.
     sized, split = (run.parsed.origins.get(name) == COMMAND_LINE for name in ("vocab_size", "split"))
     tokenizer = run.parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, exact=sized, log=log)
     options: dict[str, Any] = {"num_samples": wanted, "seed": config.launch.seed, "exact": split, "log": log}
@@ -183,7 +183,7 @@ def pretraining(run: OpenRun, tokenizer: Tokenizer, data: Splits[Samples | None]
     Args:
         run: flags, plan, process groups and checkpoint of the run on this rank.
         tokenizer: tokenizer of the data.
-        data: samples for training, validation and test; None for a use without data.
+        data: samples for training, validation and test, each None if there is no such data.
     """
     # ---- check that all ranks have the same data
     samples = describe_samples(data, count_samples(run)) if run.needs_samples else {}
@@ -193,7 +193,7 @@ def pretraining(run: OpenRun, tokenizer: Tokenizer, data: Splits[Samples | None]
     config, batches, dims, device = run.config, run.plan.batches, run.context.dims, run.context.device
     built = build_model(config.model_spec(tokenizer.vocab_size, run.plan.wire), dims, device)
 
-    # ---- loaders for training and evaluation
+    # ---- open the loaders for training and evaluation
     loader = functools.partial(
         open_loader, config=config.data, tokenizer=tokenizer, plan=batches, dims=dims, device=device
     )

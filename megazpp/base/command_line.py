@@ -98,7 +98,7 @@ class FlagParser:
         defaults: Mapping[str, Any] = types.MappingProxyType({}),
         from_checkpoint: Collection[str] = (),
     ) -> None:
-        # ---- argparse, which converts the values of single flags and writes the text of --help
+        # ---- create argparse's parser, which converts the values of single flags and writes the text of --help
         self.configs, self._shown, self._common = tuple(configs), shown, common
         self._mutually_exclusive, self._defaults = mutually_exclusive, defaults
         self._argparse = _RaisingParser(
@@ -112,7 +112,7 @@ class FlagParser:
             argument_default=argparse.SUPPRESS,
         )
 
-        # ---- one argparse group per config, one action per field
+        # ---- add an argparse group per config, and an action per field
         self._actions: dict[str, argparse.Action] = {}
         self._may_be_none: set[str] = set()
         names = [field.name for config in self.configs for field in dataclasses.fields(config)]
@@ -192,7 +192,7 @@ class FlagParser:
             except ValueError as error:
                 problems.append(f"{given.origin}: {error}")
 
-        # ---- exclusive flags: the command line overrides files, and a later file an earlier one
+        # ---- drop flags that another flag excludes: the command line overrides files, a later file an earlier one
         rank = {name: (given.origin == COMMAND_LINE, at) for at, (name, given) in enumerate(words.items())}
         file = {name: given.origin.rpartition(":")[0] for name, given in words.items()}
         for one, other in self._mutually_exclusive:

@@ -249,7 +249,7 @@ def answer_flags(
 
 
 def launched_rank(env: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank from its launcher's environment variables, by which only rank 0 prints.
+    """Return this process's rank from its launcher's environment variables, so that only rank 0 prints a line.
 
     The rank is 0 if no launcher has started this process, or if the variables are not numbers.
     """

@@ -103,7 +103,7 @@ class LoadSource(NamedTuple):
                 if not self.fallback or not found:
                     raise
                 wanted = found[-1]
-        # ---- with --load-fallback, add all earlier iterations, the newest first
+        # ---- return the requested iteration and, with --load-fallback, all earlier ones, the newest first
         return [] if wanted is None else [wanted, *(i for i in reversed(found) if i < wanted and self.fallback)]
 
     @property

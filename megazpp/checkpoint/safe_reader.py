@@ -69,7 +69,7 @@ class SafeReader:
     @functools.cached_property
     def _index(self) -> Metadata:
         """The content of the index `.metadata`: shapes of all tensors, and files with their chunks."""
-        if INDEX not in self._files:  # its checksum was not verified, and it may be a FIFO that blocks for ever
+        if INDEX not in self._files:  # an unlisted index is not verified, and may be a FIFO that blocks for ever
             raise ValueError(f"{self.path}: {CHECKSUMS} does not list {INDEX}; use another checkpoint")
         with (self.path / INDEX).open("rb") as file:
             return _IndexUnpickler(file).load()

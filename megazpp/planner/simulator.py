@@ -228,7 +228,7 @@ class SimulatedQueue(CommQueue):
 
 
 class SimulatedWork(Work[T]):
-    """Handle of a task that a simulated queue has run. The task's simulated end is the clock's time at construction."""
+    """Handle of a task that a simulated queue has run, with the task's result and the simulated time of its end."""
 
     def __init__(self, result: T, clock: Clock, simulation: Simulation) -> None:
         super().__init__(result)
@@ -440,7 +440,7 @@ class SimulatedUnit(Unit):
         if isinstance(self.gather, TwoHopGather) and wire.gather is not None:
             received = nodes * self.gather.message_bytes
             self.secondary_bytes = self.gather.secondary.kept_bytes if wire.gather.keep else 0
-            # The local hop receives the messages of all peers; one rank in the local domain has no local hop. The cross
+            # The local hop receives the messages of all peers; a local domain of one rank has no local hop. The cross
             # hop receives messages into this buffer, or with hpZ into the secondary partition, which is counted above.
             self.gather_buffer = (peers * received if peers > 1 else 0) + (0 if wire.gather.keep else received)
         if isinstance(self.reduce, TwoHopReduce):

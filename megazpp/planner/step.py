@@ -258,8 +258,8 @@ class StepSimulator:
             self.ledger.free(kind)
         for units in self.fragments:
             sizes = [unit.rows.nbytes for unit in units]
-            # The outer gradient reads or writes memory 8 times: it writes zeros (1), copies the weights (2), subtracts
-            # them from the common copy (3) and scales the difference (2).
+            # The outer gradient takes 8 reads or writes of memory: write zeros (1), copy the weights (2), subtract them
+            # from the common copy (3) and scale the difference (2).
             self._touch(8 * sum(sizes))
             send_fragment(units, axis, plan, torch.empty((), dtype=torch.float64, device=META))
             # The messages of all fragments count together, because at the end of a run all are in flight at once.
@@ -414,7 +414,7 @@ class StepSimulator:
 
     def _optimizer(self) -> None:
         """Simulate the end of a step: sum gradients over tp, compute their norm, and update all weights."""
-        # ---- all-reduce over tp the gradients that are sums over the tp ranks, such as those of norms
+        # ---- simulate the all-reduce over tp of gradients that are partial sums on each tp rank, for example of norms
         partial = sum(map(math.prod, own_shapes(self.trace.partial, self._shard.size, self._shard.rank)))
         if self._axes["tp"].size > 1 and partial:
             flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
@@ -616,7 +616,7 @@ class StepSimulator:
         unit.is_sharded = False
         computed = unit.elements * self._precision.param_dtype.itemsize
         accumulated = unit.elements * self._precision.reduce_dtype.itemsize
-        # ---- stages 0 and 1 before the last micro-batch: accumulate unsharded gradients in the dtype of the reduction
+        # ---- with stages 0 and 1, before the last micro-batch, only add up unsharded gradients in the reduction dtype
         if stage <= 1 and not last:
             self.ledger.add(Memory.WHOLE_GRADIENTS, (accumulated if first else 0) - computed)
             return

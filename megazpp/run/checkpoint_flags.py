@@ -163,7 +163,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
         found = dataclasses.replace(found, model_vocab_size=record.vocab_size)
         names.add("model_vocab_size")
 
-    # ---- flags of the user override the checkpoint
+    # ---- use the user's flags about special tokens instead of the checkpoint's values
     if "add_special_tokens" in parsed.origins:
         found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens)
         names.remove("add_special_tokens")

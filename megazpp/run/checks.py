@@ -108,7 +108,7 @@ def plan_model(
         sizes += [f"--tensor-model-parallel-size {split}, which --sequence-parallel needs"] if split > 1 else []
         raise ValueError(f"--seq-length {seq_length} is not divisible by {' x '.join(sizes)}: change one of them")
 
-    # ---- formats of communicated weights and gradients
+    # ---- plan the formats in which weights and gradients are communicated
     lossless = weight_delta is not None and weight_delta.lossless
     wire = plan_comm(config.zero, layout, config.precision.param_dtype, lossless=lossless)
     wire_backends(wire, device_type)  # called for its ValueError: the device may not support block quantization
@@ -146,7 +146,7 @@ def plan_run(
     weight_delta = weight_delta or default_weight_delta(config.precision.param_dtype)
     problems, saves = Problems(), config.checkpoint.saves
 
-    # ---- flags that need neither layout nor plan for their checks
+    # ---- check flags for which neither layout nor plan is needed
     with problems:
         _check_required(config)
     complete = not problems
@@ -186,7 +186,7 @@ def plan_run(
     problems.raise_all()
     assert layout is not None
 
-    # ---- notices about flags without effect
+    # ---- collect notices about flags without effect
     notices += observed
     if config.optimizer.muon_full_interval and layout.cross == 1:
         notices += (
@@ -203,7 +203,7 @@ def plan_run(
             f"{batches.batch_size_at(batches.total_samples)}, and no step takes them",
         )
 
-    # ---- plans of the optional features, which also check their flags
+    # ---- make the plans of the optional features, whose `check` also checks their flags
     if config.zero.optimizer_cpu_offload and config.states() is None:
         raise ValueError(
             "--optimizer-cpu-offload needs the optional feature megazpp/host_states, which this installation lacks: "

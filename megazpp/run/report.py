@@ -134,7 +134,7 @@ def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
     Raises:
         ValueError: an implementation that the flags request is not available.
     """
-    # ---- sizes, in the words of Megatron-LM's log
+    # ---- log the parallel sizes in the words of Megatron-LM's log
     layout, config = plan.layout, parsed.config
     run.log(
         f"using world size: {layout.cluster.world_size}, data-parallel size: {layout.data}, "
@@ -142,13 +142,13 @@ def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
         + f"tensor-model-parallel size: {layout.tp}, pipeline-model-parallel size: 1"
     )
 
-    # ---- notices, and flags that differ from their defaults
+    # ---- log the notices, and the flags that differ from their defaults
     for notice in (*parsed.notices, *plan.notices):
         run.log(f"note: {notice}")
     where = "" if run.folder is None else f", all in {run.folder.path / 'args.txt'}"
     run.log(render_arguments_block(parsed.parts, parsed.origins), short=f"{len(parsed.origins)} flags are set{where}")
 
-    # ---- layout of the ranks, links and wire formats
+    # ---- log the layout of the ranks, the links, the wire formats and the features' plans
     run.log(f"{layout.describe()}; ZeRO stage {config.zero.stage}")
     if layout.cluster.links is not None:
         run.log(layout.cluster.links.describe())
@@ -156,7 +156,7 @@ def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:
     for feature in plan.features:
         run.log(feature.describe())
 
-    # ---- table of the implementations that this run uses
+    # ---- log a table of the implementations that this run uses
     device_type = run.device.type
     model = model_backends(
         config.model, device=run.device, dtype=config.precision.param_dtype, documents=config.data.reset_attention_mask
@@ -210,7 +210,7 @@ def what_next(
         generate_flags: flags of tools/generate.py to suggest, as shell words; None if the model cannot generate text.
         split: True if hosts without a shared folder each have only a part of the run's checkpoints.
     """
-    # ---- a run that ended early: how to resume it
+    # ---- if the run ended early, return the command that resumes it
     save, home = parsed.config.checkpoint.save, Path(megazpp.__file__).parents[1]
 
     def tool(name: str) -> str:
@@ -235,7 +235,7 @@ def what_next(
             return command
         return f"{command}\ntorchrun may wait minutes for a node that was interrupted; Ctrl-C ends it, nothing is lost"
 
-    # ---- a complete run: what to do with its model
+    # ---- if the run is complete, return commands that use its model
     lines = [f"see its curves: {tool('report')} {shlex.quote(str(folder))}"]
     if split:
         lines.append(

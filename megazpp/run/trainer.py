@@ -129,7 +129,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
     Raises:
         UserError: flags or files cannot be used.
     """
-    # ---- the cluster, and this rank's mesh axes
+    # ---- detect the cluster, and create this rank's mesh axes
     config, console = parsed.config, Console(enabled=worker.rank == 0)
     with user_errors():
         on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
@@ -143,7 +143,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         cluster, lines = measure_cluster(config, cluster, dims, worker.device)
         console.log("\n".join(lines))
 
-    # ---- the checkpoint, the format in which weights cross nodes, and the plan of traffic and memory
+    # ---- lock --save, verify the checkpoint, choose the format in which weights cross nodes, and plan the run
     checkpoint, save = own_checkpoints(config.checkpoint, config.tracking, restarted=worker.restarts > 0), None
     files = open_axis(dims) if checkpoint.saves or checkpoint.load is not None else dims.world
     with user_errors():
@@ -158,7 +158,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         weight_delta = choose_weight_delta(config, cluster, dims, worker.device)
         plan = plan_run(config, cluster, device_type=worker.device.type, start=start, weight_delta=weight_delta)
 
-    # ---- the records of the run: run folder, log and tracker
+    # ---- open the records of the run: run folder, log and tracker
     with contextlib.ExitStack() as opened:
         tracker = Tracker()
         if worker.rank == 0:
@@ -346,7 +346,7 @@ class Trainer:
         config, plan, context, dims, tokenizer = run.config, run.plan, run.context, run.context.dims, parts.tokenizer
         model, sharding = parts.built
 
-        # ---- optimizer, loss scaler, and the guard that decides for each step whether it updates the weights
+        # ---- build the optimizer, the loss scaler, and the guard that can reject the update of a step
         settings: dict[str, Any] = {"dims": dims, "dtype": config.precision.param_dtype, "adamw": sharding.states.adamw}
         optimizer = build_optimizer(model, config.optimizer, **settings)
         scaler = LossScaler(config.loss_scale, fp16=config.precision.fp16)
@@ -371,7 +371,7 @@ class Trainer:
         with user_errors():
             self.attached = [feature.attach(self) for feature in config.features]
 
-        # ---- checkpoints: their metadata, with the value of every flag, and their tensors
+        # ---- prepare checkpoints: the metadata, with the value of every flag, and the training state to save
         samples = {"global_batch_size": plan.batches.global_batch_size, "ranks": plan.layout.data, **parts.samples}
         flags = {**self.flags, **parts.flags, SAMPLES: samples}
         folder = context.folder
@@ -401,7 +401,7 @@ class Trainer:
         with user_errors():
             self.checkpoints.check_space()
 
-        # ---- the object that runs one training step: forward, backward and optimizer
+        # ---- build the training step: forward, backward and optimizer
         self.step = TrainStep(
             model,
             sharding,
@@ -414,7 +414,7 @@ class Trainer:
             objective=parts.objective,
         )
 
-        # ---- records: timers, metrics, and the meter of speed and remaining time
+        # ---- build the recorders of timers and metrics, and the meter of speed and remaining time
         seq_length = config.data.seq_length
         assert seq_length is not None
         padded = config.model.padded_vocab_size(tokenizer.vocab_size, plan.layout.tp)
@@ -472,7 +472,7 @@ class Trainer:
         Args:
             start: progress from which the run starts or resumes, and schedule of learning rate and weight decay.
         """
-        # ---- evaluation before the first step
+        # ---- catch stop signals, and evaluate before the first step if the program requests this
         run, context, meter = self.run, self.run.context, self.recorder.meter
         run.opened.enter_context(catching_signals(run.stops, answers=run.worker.rank == 0))
         context.log(mfu_convention(meter.flops_per_token, device_name(context.device), meter.peak_flops), short="")

@@ -320,7 +320,7 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
         f"iteration {first.iteration}: loss {first.loss:g}, gradient norm {first.norm:g}{scaled}; the job ends before "
         f"the update, with the weights of iteration {first.iteration - 1}"
     ]
-    # ---- the micro-batches whose loss is not finite, with their samples
+    # ---- add a line per micro-batch whose loss is not finite, with its samples
     data_size = 1 + max(each.data_rank for each in reports)
     bad_losses = []
     for rank, each in enumerate(reports):
@@ -329,7 +329,7 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
             samples = f"samples {start} to {start + micro_batch_size - 1}"
             bad_losses.append(f"the loss of micro-batch {index} ({samples}) is not finite on rank {rank}")
     lines += bad_losses[:SHOWN]
-    # ---- the parameters whose gradient is not finite, with the ranks whose own gradients were not finite
+    # ---- add a line per parameter whose gradient norm is not finite, with the ranks where this began
     bad = {name: value for name, value in first.norms.items() if not math.isfinite(value)}
     for name, value in list(bad.items())[:SHOWN]:
         ranks = [rank for rank, each in enumerate(reports) if name in (each.suspects or ())]

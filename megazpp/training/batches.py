@@ -169,7 +169,7 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
         ValueError: a required batch size or the length of the run is missing; a batch size is not divisible by the
             micro-batch size times `data_parallel_size`; or the ramp-up's increments do not reach the global batch size.
     """
-    # ---- micro-batch size and global batch size
+    # ---- compute the micro-batch size and the global batch size from the flags, and check them
     size, total = config.micro_batch_size, config.global_batch_size
     if size is None and (total is None or config.rampup_batch_size is not None):
         raise ValueError("--micro-batch-size is required, unless --global-batch-size is given without a ramp-up")
@@ -184,7 +184,7 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
     divisor = f"{given}data-parallel size {data_parallel_size}"
     if global_batch_size % rank_samples:
         raise ValueError(f"--global-batch-size {global_batch_size} is not divisible by {divisor}: change one of them")
-    # ---- ramp-up of the global batch size
+    # ---- check the ramp-up of the global batch size, and make the plan
     start, increment, samples = config.rampup_batch_size or (global_batch_size, global_batch_size, 0)
     given = f"--rampup-batch-size {start} {increment} {samples}"
     if start > global_batch_size or (global_batch_size - start) % increment:

@@ -107,7 +107,7 @@ class IntervalRecord:
     def __init__(
         self, meter: Meter, steps: Sequence[StepRecord], sent_bytes: Mapping[str, int], peak_memory_bytes: int | None
     ) -> None:
-        # ---- sums and means over the steps of the interval
+        # ---- compute sums and means over the steps of the interval
         losses = [step.loss for step in steps if not step.skipped] or [step.loss for step in steps]
         norms = [step.grad_norm for step in steps if step.grad_norm is not None]
         by_name: dict[str, list[float]] = {}
@@ -129,7 +129,7 @@ class IntervalRecord:
             self.consumed_tokens = self.last.consumed_samples * meter.seq_length + meter.token_offset
         self.sent_bytes = {wire: total // len(steps) for wire, total in sent_bytes.items()}
         self.peak_memory_bytes = peak_memory_bytes
-        # ---- speed in the interval, and remaining time of the run
+        # ---- compute the speed in the interval, and the remaining time of the run
         self.seconds = sum(step.seconds for step in steps)
         self.tokens_per_second = self.tokens / self.seconds if self.seconds else 0.0
         self.rank_tokens_per_second = self.tokens_per_second / meter.world_size

@@ -37,7 +37,7 @@ def open_sinks(
     Raises:
         ValueError: --wandb-save-dir or --tensorboard-dir is not a writable folder.
     """
-    # ---- the constructor of each requested sink, by the sink's flag
+    # ---- collect the constructors of the requested sinks, by the sink's flag
     wanted: dict[str, Callable[[], Sink]] = {}
     if config.wandb_project:
         own_folder = make_writable(config.wandb_save_dir, "--wandb-save-dir") if config.wandb_save_dir else folder.path
