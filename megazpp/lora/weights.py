@@ -101,7 +101,7 @@ class AdapterOpener(AdapterConverter):
             reader = rest.open(base, read_record(base), files)
 
             def share_of_checksum(reader: SafeReader = reader) -> int:
-                """Return this rank's part of the base's checksum: the sum over every n-th weight, for n ranks.
+                """Return this rank's part of the base's checksum: the sum for every n-th weight, with n ranks.
 
                 The checksum of the base is the sum of all ranks' parts.
                 """
@@ -198,7 +198,7 @@ class AdaptedReader(SafeReader):
         """
         stem, _, matrix = key.rpartition(".")
         is_experts, config = stem.endswith(".experts"), self._config
-        if matrix == "bias":  # its key begins like that of the layer's weight, whose adapter does not change the bias
+        if matrix == "bias":  # a bias has no adapter, but the prefix below would match that of its layer's weight
             return None
         prefix = f"{stem}.adapter.{matrix}." if is_experts else f"{stem}.adapter."
         names = [name for name in self._own.tensors() if name.startswith(prefix)]

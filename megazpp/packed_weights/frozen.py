@@ -385,5 +385,5 @@ class FrozenUnit:
 
 
 def _differentiable(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors of a nested structure, such as a module's arguments, that require a gradient."""
+    """Return all tensors that require a gradient in a nested structure, such as a module's arguments."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

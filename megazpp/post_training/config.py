@@ -191,12 +191,12 @@ class PostTrainingConfig(Config):
 
     @property
     def losses(self) -> tuple[Any, ...]:
-        """The loss functions that are summed: --loss-type or its default; () for objectives without this flag."""
+        """The names of the loss functions to add: --loss-type or its default; () for objectives without the flag."""
         return self.loss_type or DEFAULT_LOSS.get(self.objective, ())
 
     @property
     def loss(self) -> Any:
-        """The first loss function of --loss-type, for grpo the only one; None for objectives without --loss-type."""
+        """The name of the first loss function of `losses`, for grpo the only one; None if there are none."""
         return next(iter(self.losses), None)
 
     @property

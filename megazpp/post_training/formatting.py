@@ -71,7 +71,7 @@ class Examples(NamedTuple):
     margins: npt.NDArray[np.float32] = np.zeros(0, dtype=np.float32)
 
     def row(self, number: int) -> tuple[Ids, Mask]:
-        """Return the token ids and the loss mask of one row."""
+        """Return token ids and loss mask of row `number`: a supervised example, or prompt and one answer of a pair."""
         part = slice(*self.starts[number : number + 2].tolist())
         return self.tokens[part], self.mask[part]
 

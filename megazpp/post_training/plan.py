@@ -36,7 +36,7 @@ from megazpp.post_training.config import PostConfigs, PostTrainingConfig
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan
 
-# Kinds of memory that exist in all phases
+# Kinds of memory that exist in all phases of a post-training
 STANDING = (Memory.PARAMETERS, Memory.MOMENTS, Memory.SECONDARY, Memory.FEEDBACK, Memory.FROZEN)
 Phases = dict[str, Counter[Memory]]  # for each phase, the peak bytes of one rank by kind of memory
 
@@ -159,7 +159,7 @@ def _drawing(config: RunConfig, configs: PostConfigs, plan: RunPlan, policy: Ste
 
 
 def _streamed_bytes(config: RunConfig, configs: PostConfigs, plan: RunPlan, rank: int, on_cpu: bool) -> int:
-    """Return the bytes that a streamed frozen model needs on the device. If the device is a CPU, host memory counts."""
+    """Return the bytes of a streamed frozen model in the memory of the device, which for a CPU is host memory."""
     weights = configs.weights
     tp = SimulatedAxis(plan.layout, "tp", rank=rank, counter=TrafficCounter(), cost=lambda collective, sent_bytes: None)
     assert config.tokenizer.vocab_size is not None

@@ -219,7 +219,7 @@ def cached_logps(
     path = folder / cache_key(kind="reference log-probabilities 4", data=dataset.digest(), reference=reference)
 
     def find() -> torch.Tensor | None:
-        """Return the cached log-probabilities on rank 0; None if there are none, and on other ranks."""
+        """On rank 0, return the cached log-probabilities, or None if there are none. On other ranks, return None."""
         if files.rank > 0:
             return None
         check_cache_dir(folder)

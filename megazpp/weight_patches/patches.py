@@ -94,7 +94,11 @@ class WeightPatches:
         self._lock = lock
 
     def write(self, progress: TrainingProgress) -> None:
-        """Write how the last training step has changed this rank's shards. All ranks call this after each step."""
+        """Write a file with the changes of this rank's shards in the last training step.
+
+        At the start of a chain, write a file with the complete shards instead. After each interval, write such a file
+        in addition. All ranks call this after each step.
+        """
         step, first = progress.iteration, self._step is None or progress.iteration != self._step + 1
         if first:
             self._begin_chain()
@@ -142,7 +146,7 @@ class WeightPatches:
         return chain
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and local tensor of each shard that this rank writes, and record its position in `_places`."""
+        """Yield the name and the local tensor of each shard that this rank writes; note its position in `_places`."""
         for unit in self._sharding.units:
             for name, weight in unit.as_dtensors(unit.shards()).items():
                 local = weight.to_local()
