@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     def say(line: str) -> None:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
 
-    with lasting_output(lambda: None):  # groups still need a coordinator whose output nobody reads
+    with lasting_output(lambda: None):  # keep running without readers of the output: groups need the coordinator
         coordinator = Coordinator(args.folder.expanduser(), address, secret, say=say, take_over=args.take_over)
         return serve_until_ended(coordinator)
 

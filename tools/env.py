@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
 
 
 def versions() -> Section:
-    """Return the versions from torch's own report, shortened, and of the packages that this project uses."""
+    """Return the versions in torch's own report, shortened, and the versions of the packages that this project uses."""
     # Without this patch torch's report would run pip, which takes seconds.
     with mock.patch.object(collect_env, "get_pip_packages", return_value=("", "")):
         report = collect_env.get_env_info()._asdict()

@@ -91,7 +91,7 @@ def main(config: TrainTokenizerConfig) -> None:
         minloglevel=config.minloglevel,
         character_coverage=config.character_coverage,
     )
-    check_writable(output, "--output-prefix", overwrite=config.overwrite)  # another process may have written it by now
+    check_writable(output, "--output-prefix", overwrite=config.overwrite)  # again: another process may have written it
     write_whole(output, model)
     say(f"trained a tokenizer with {config.vocab_size} pieces in {time.monotonic() - started:.1f} s")
     print(output)

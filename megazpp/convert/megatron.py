@@ -157,7 +157,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     done, consumed = ranks[0].get("iteration"), getattr(arguments, "consumed_train_samples", 0)
     names = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in settings]
     tokenizer: dict[str, Any] = {name: settings.text(name) for name in names}
-    here = all(Path(file).exists() for file in tokenizer.values())  # False for another machine's paths
+    here = all(Path(file).exists() for file in tokenizer.values())  # False if another machine has the files
     return checked_model(config, tensors, where)._replace(
         progress=TrainingProgress(done if isinstance(done, int) else 0, consumed, consumed),
         seq_length=settings.count("seq_length", config.max_position_embeddings),

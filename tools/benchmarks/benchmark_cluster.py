@@ -55,7 +55,8 @@ LOCAL, BASELINE = "local", "zero3"
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL, "flags")
 NO_OVERLAP, DILOCO = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
-INT8 = "--zeropp --zero-weight-delta none"  # without the flag, bf16 weights would cross nodes as lossless deltas
+# --zero-weight-delta none, because by default bf16 weights cross nodes as lossless deltas, not in int8
+INT8 = "--zeropp --zero-weight-delta none"
 VARIANTS = {  # flags of pretrain_gpt.py; with DiLoCo each node is a replica group that also holds outer momentum
     "zero3": "",
     "zero3-overlap": "--overlap-param-gather --overlap-grad-reduce",

@@ -317,7 +317,7 @@ def measure_loss(out: Path, seeds: Sequence[int] = (1, 2, 3)) -> str:
                 groups = {name: run.start(name) for name in "abc"}
                 for kill in range(kills):
                     hold = folder / f"hold-{kill}"
-                    after = run.start("b", hold_file=str(hold))  # its slow start must not count as absence
+                    after = run.start("b", hold_file=str(hold))  # started early: its imports must not count as absence
                     run.wait_for_version(10 * (kill + 1))
                     run.kill(groups["b"])
                     groups["b"] = after

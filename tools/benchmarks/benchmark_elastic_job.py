@@ -168,7 +168,7 @@ class Kill:
             message, data = args
             owner.send(message | {"bytes": len(data), "sha256": ""})
             owner._sock.sendall(data[: len(data) // 2])
-        write_whole(self._file, str(time.time()).encode())  # whole: the benchmark reads it as soon as it exists
+        write_whole(self._file, str(time.time()).encode())  # atomic: the benchmark reads the file once it exists
         os.kill(int(os.environ.get(LAUNCHER_PID, os.getpid())), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -185,5 +185,5 @@ if __name__ == "__main__":
         Kill(given)
     while given.hold_file and not Path(given.hold_file).exists():
         time.sleep(0.02)
-    sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]  # worker processes parse sys.argv again
+    sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]  # without the JSON object: worker processes parse it again
     raise SystemExit(pretrain_gpt.main(sys.argv[1:]))

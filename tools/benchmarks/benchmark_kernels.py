@@ -134,7 +134,7 @@ def delta_pieces(n: int, lr: float) -> list[Piece]:
     message = torch.zeros(message_bytes(n), dtype=torch.uint8)
     encode(new, old, message)
     needed = int(numbers(message.unsqueeze(0))[0, 0])
-    capacity = align(needed + needed // 8)  # training reserves the same margin
+    capacity = align(needed + needed // 8)  # with a margin of an eighth, as in training
     forth, back = torch.zeros(2, message_bytes(n, capacity), dtype=torch.uint8)
     encode(old, new, back)
     weights = old.clone().unsqueeze(0)

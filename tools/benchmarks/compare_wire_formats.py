@@ -29,7 +29,8 @@ PROGRAM = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
 LAST_STEPS = 50  # number of steps at the end of training whose losses are averaged
 
 LOCAL_STEPS = "--diloco-steps 10 --diloco-outer-momentum 0.9 --diloco-outer-lr"
-INT8 = "--zeropp --zero-weight-delta none"  # without the flag, 16-bit weights would cross nodes as lossless deltas
+# --zero-weight-delta none, because by default 16-bit weights cross nodes as lossless deltas, not in int8
+INT8 = "--zeropp --zero-weight-delta none"
 VARIANTS = {
     "ZeRO-3": "",
     "ZeRO-1": "--zero-stage 1",

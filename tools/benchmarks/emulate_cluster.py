@@ -49,7 +49,7 @@ UNLIMITED = "unlimited"
 SMALLEST_BURST, BURST_SECONDS, QUEUE_LATENCY = 128_000, 0.004, "50ms"
 FIRST_PORT = 29500
 LAST_CHARACTERS = 4000  # number of characters shown from the end of a rank's stderr
-NO_IPV6 = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"  # IPv6 neighbor discovery would count as traffic
+NO_IPV6 = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"  # else IPv6 neighbor discovery counts as traffic
 NAME = "echo > /proc/sys/kernel/hostname "  # command of a shell that sets the host name
 HOLD = f"mount -t sysfs sysfs /sys; {NO_IPV6}; ip link set lo up; echo ready; exec sleep infinity"
 

@@ -156,7 +156,7 @@ class Groups:
 
 
 def compare(title: str, variants: dict[str, Variant], dims: ParallelDims, seeds: Iterable[int]) -> None:
-    """Train every variant with every seed, and print each variant's losses and their mean difference from the first."""
+    """Train every variant with every seed; print its losses, and their mean difference from the first variant's."""
     say(title)
     found: dict[str, list[float]] = {}
     for name, variant in variants.items():

@@ -16,12 +16,12 @@ import megazpp
 sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "head_dim": 16}
 heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8}
 torch.manual_seed(0)
-folder = tempfile.mkdtemp()  # a real program has the folder of a pretrained model
+folder = tempfile.mkdtemp()  # in a real program, the folder of a pretrained model
 Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts_per_tok=2)).save_pretrained(folder)
 
 device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu")
 dist.init_process_group(device_id=None if device.type == "cpu" else device)
-spread = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=2)  # each pair of ranks shares the experts
+spread = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=2)  # each pair of ranks divides the experts
 how = {"distributed_config": spread, "experts_implementation": "eager", "dtype": torch.float32}
 model = Qwen3MoeForCausalLM.from_pretrained(folder, **how)
 megazpp.zeropp(model)
