@@ -133,7 +133,7 @@ class SelfAttention(nn.Module):
         Args:
             x: [S, B, H] residual stream of B sequences of S tokens. It is [S/T, B, H] with sequence parallelism over T
                 ranks. With context parallelism over C ranks S/C replaces S.
-            inputs: attention mask, rotary angles and documents of this layer.
+            inputs: attention mask, rotary angles and offsets of documents for this layer.
             cache: key-value cache of this layer with earlier tokens, to which this call adds the tokens of x; None
                 without a cache.
             norm: norm of the layer's input, which backward may recompute; None without a norm before attention.
@@ -170,10 +170,10 @@ class SelfAttention(nn.Module):
             q: [S, B, heads, D] queries.
             k: [keys, B, groups, D] keys, where `keys` is S plus the number of tokens from the key-value cache.
             v: [keys, B, groups, D] values of the same tokens.
-            inputs: attention mask and documents.
+            inputs: attention mask, and offsets of documents.
 
         Returns:
-            [S, B, heads x D].
+            Attention's output before the output projection, [S, B, heads x D].
         """
         if inputs.document_starts is not None:
             return self._inside_documents(q, k, v, inputs.document_starts)
@@ -203,7 +203,7 @@ class SelfAttention(nn.Module):
             starts: [documents + 1] int32 offsets of the documents in the B x S concatenated tokens.
 
         Returns:
-            [S, B, heads x D].
+            Attention's output before the output projection, [S, B, heads x D].
         """
         assert self.document_kernel is not None, "document_starts are set, but this device has no document kernel"
         seq, batch = q.shape[:2]
@@ -294,9 +294,9 @@ def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.
 def yarn_frequencies(frequency: torch.Tensor, config: GPTConfig) -> torch.Tensor:
     """Return YaRN's rotary frequencies for a longer context (arXiv 2309.00071).
 
-    Low frequencies are divided by --rotary-scaling-factor, and high frequencies are unchanged. Between these channels,
-    divided and unchanged frequencies are mixed along a linear ramp over the channels. The ramp starts and ends at
-    integer channels, as in the authors' code.
+    Low frequencies are divided by --rotary-scaling-factor, and high frequencies are unchanged. Between low and high
+    frequencies, divided and unchanged values are mixed along a linear ramp over the channels. The ramp starts and ends
+    at integer channels, as in the authors' code.
 
     Args:
         frequency: [channels / 2] unscaled frequencies, in radians per token.
@@ -407,7 +407,7 @@ def variable_length(
         scale: number by which scores are multiplied before the softmax; None for 1 / sqrt(D).
 
     Returns:
-        [tokens, heads, D].
+        Attention's output, [tokens, heads, D].
     """
     k, v = (varlen_groups(x, q.shape[1]) for x in (k, v))
     options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] != q.shape[1] else {}
@@ -443,7 +443,7 @@ def masked_attention(
         scale: number by which scores are multiplied before the softmax; None for 1 / sqrt(D).
 
     Returns:
-        [B, heads, S, D].
+        Attention's output, [B, heads, S, D].
     """
     if not q.is_cuda:
         return F.scaled_dot_product_attention(

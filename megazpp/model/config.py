@@ -15,7 +15,8 @@ from megazpp.base.flags import Config, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # flags of the MLP's activation, at most one; without one, GeLU
-# Limit of --num-layers, because a damaged model file may contain any number, and the words that say so
+# Limit of --num-layers, because a damaged model file may contain any number, and the words with which an error message
+# explains the limit
 MOST_LAYERS = (10_000, "the most that is supported")
 
 
@@ -224,9 +225,10 @@ class GPTConfig(Config):
         self._check_recompute()
 
     def _check_patterns(self) -> None:
-        """Raise ValueError for a malformed --window-size, and for a malformed or wrongly long list of layers.
+        """Raise ValueError for a malformed --window-size, and for a malformed list of layers.
 
-        The flags with lists of layers are --no-rope-freq, --window-attn-skip-freq and --moe-layer-freq.
+        A list of layers must have one entry for each layer. The flags with such lists are --no-rope-freq,
+        --window-attn-skip-freq and --moe-layer-freq.
         """
         _ = self.window  # parses --window-size, and raises an error if it is malformed
         for name in ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq"):
@@ -325,7 +327,7 @@ class GPTConfig(Config):
 
     @property
     def ffn_size(self) -> int:
-        """Channels of the MLP's hidden layer: --ffn-hidden-size or its default."""
+        """Channels of the MLP's hidden layer: --ffn-hidden-size, or a default that depends on --hidden-size."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         return 4 * self.hidden * 2 // 3 // 64 * 64 if self.swiglu else 4 * self.hidden
@@ -354,7 +356,7 @@ class GPTConfig(Config):
 
     @property
     def head_size(self) -> int:
-        """Channels of each attention head: --kv-channels or its default."""
+        """Channels of each attention head: --kv-channels, by default --hidden-size / --num-attention-heads."""
         return self.kv_channels if self.kv_channels is not None else self.hidden // self.heads
 
     @property

@@ -59,9 +59,9 @@ class GPTModel(nn.Module):
     - With sequence parallelism, forward instead has 1 reduce-scatter after the embedding and 1 all-gather before the
       output layer. Backward has an all-gather and a reduce-scatter in their places.
 
-    Collectives on cp, in addition to attention's: 1 all-gather of each output. All cp ranks receive the same
-    tokens, each computes S/C of them, and all return the outputs of the complete sequence. During generation, each cp
-    rank computes the complete sequence (see `evaluating` in inference/generate.py).
+    Collectives on cp, in addition to attention's: 1 all-gather of each output. All C cp ranks receive the same
+    sequences of S tokens. Each rank computes S/C tokens of each sequence, and all ranks return the outputs of complete
+    sequences. During generation, each rank computes complete sequences (see `evaluating` in inference/generate.py).
 
     Args:
         config: config of the model.
@@ -107,7 +107,7 @@ class GPTModel(nn.Module):
         """Compute the losses of a batch with labels, the logits of a batch without, or the result of `head`.
 
         Args:
-            tokens: [B, S] int64 token ids.
+            tokens: [B, S] int64 token ids of B sequences of S tokens.
             labels: [B, S] int64, the token that follows each token; None for logits or for a head.
             position_ids: [B, S] int64 position of each token; None counts from 0 in every row.
             document_starts: [documents + 1] offsets of the documents in the B x S flattened tokens, int32 for the
@@ -131,7 +131,7 @@ class GPTModel(nn.Module):
         if self.context_parallel:
             assert cache is None, "context parallelism does not support a key-value cache"
             tokens, position_ids = self._part(tokens), self._part(position_ids)
-        # ---- make masks, rotary angles and documents of attention for each kind of layer, and embed the tokens
+        # ---- make attention masks, rotary angles and offsets of documents for each kind of layer, and embed the tokens
         by_kind = self._attention_inputs(position_ids, document_starts, cache, counted, seq)
         x = self.embedding(tokens, position_ids)
         if cache is not None:
@@ -159,8 +159,8 @@ class GPTModel(nn.Module):
         """Return the cross entropy of each label, and the entropy of the distribution that the model predicts for it.
 
         Args:
-            x: [S/C, B, H] hidden states after the final norm, which `forward` passes to its head; C is the number of
-                context-parallel ranks.
+            x: [S/C, B, H] hidden states after the final norm, which `forward` passes to its head. There are B sequences
+                of S tokens, H channels, and C context-parallel ranks.
             labels: [B, S] int64, the token that follows each token.
             temperature: divisor of the logits.
             with_entropy: True to compute entropies.
@@ -184,16 +184,16 @@ class GPTModel(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the logits [B, S, V/T] of this tp rank's slice of the vocabulary from hidden states [S/C, B, H].
 
-        The hidden states are those after the final norm, which `forward` passes to its head. V is the padded vocabulary
-        size, T the number of tp ranks, C the number of cp ranks, S the sequence length, and H the hidden size.
+        The hidden states are those after the final norm, which `forward` passes to its head. There are B sequences of S
+        tokens, H channels, V tokens in the padded vocabulary, T tp ranks and C cp ranks.
         """
         return self._by_rows(self._multiplied(x, F.linear))
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the outputs [B, S] fp32 of the scalar head (rewards or PPO's values) from hidden states [S/C, B, H].
 
-        The hidden states are those after the final norm, which `forward` passes to its head. C is the number of cp
-        ranks.
+        The hidden states are those after the final norm, which `forward` passes to its head. There are B sequences of S
+        tokens, H channels, and C cp ranks.
         """
         assert self.scalar_head is not None, "the model was built without a scalar head, so it has no values"
         return self._by_rows(self.scalar_head(x))
@@ -266,7 +266,7 @@ class GPTModel(nn.Module):
         The keys of the result are the kinds: (True with a sliding window, True with rotary embeddings).
 
         Args:
-            position_ids: [B, S/C] int64 position of each token on this rank, one of C context-parallel ranks.
+            position_ids: [B, S/C] int64 position of each token of B rows on this rank, one of C context-parallel ranks.
             starts: offsets of the documents, the argument `document_starts` of `forward`.
             cache: key-value cache of all layers, for generation; None without a cache.
             counted: [B, S] bool, True for tokens that the losses of routers include; None for all tokens.
@@ -318,8 +318,8 @@ class GPTModel(nn.Module):
 class TransformerLayer(nn.Module):
     """Transformer layer, attention and MLP with residual connections: [S, B, H] -> [S, B, H].
 
-    Norms precede attention and MLP, or follow them with --norm-after-block. With sequence parallelism over T ranks,
-    input and output are [S/T, B, H].
+    S is the sequence length, B the batch size, H the hidden size. Norms precede attention and MLP, or follow them with
+    --norm-after-block. With sequence parallelism over T ranks, input and output are [S/T, B, H].
 
     Collectives on tp: 2 all-reduces in forward and 2 in backward. With sequence parallelism an all-gather and a
     reduce-scatter replace each of them, and backward repeats the 2 all-gathers of the forward. Full recomputation
@@ -352,15 +352,17 @@ class TransformerLayer(nn.Module):
         self.run = compile_layer(self._run) if settings.compiled else self._run
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs, cache: LayerCache | None = None) -> Any:
-        """Run the layer on the residual stream x [S, B, H], or [S/T, B, H] with sequence parallelism over T ranks.
+        """Run the layer on the residual stream, and return the residual stream after it.
 
         Args:
-            x: residual stream before this layer.
-            inputs: attention mask, rotary angles and documents.
+            x: [S, B, H] residual stream of B sequences of S tokens, with H channels; [S/T, B, H] with sequence
+                parallelism over T ranks.
+            inputs: attention mask, rotary angles and offsets of documents.
             cache: key-value cache of this layer, for generation; None in training.
 
         Returns:
-            The residual stream after this layer; a `MixtureLayer` may add router losses.
+            The residual stream after this layer, a tensor in the shape of x. In training, a `MixtureLayer` with router
+            losses returns (residual stream, router losses [B]).
         """
         if cache is not None:
             # A forward without a mask reads prompts. This happens only once, so compiling for it does not pay. A
@@ -391,7 +393,7 @@ class TransformerLayer(nn.Module):
 
         Args:
             x: residual stream before this layer.
-            inputs: attention mask, rotary angles and documents.
+            inputs: attention mask, rotary angles and offsets of documents.
             cache: key-value cache of this layer, for generation; None in training.
             kept: items of the result of `_kept`: none, or a `Kept` with the router's decisions for full recomputation.
 
@@ -444,9 +446,9 @@ class TransformerLayer(nn.Module):
 class MixtureLayer(TransformerLayer):
     """Transformer layer with a mixture of experts (`MoE`) in place of the MLP.
 
-    In training with router losses, forward returns (x, this rank's partial sum of each sequence's router losses [B]).
-    The losses must be an output, because FSDP2 registers its backward hooks on the outputs of a layer. --compile
-    compiles only the attention and the norms.
+    In training with router losses, forward returns (residual stream, router losses). The router losses are [B] for B
+    sequences; this rank has a partial sum of each. These losses must be an output, because FSDP2 registers its backward
+    hooks on the outputs of a layer. --compile compiles only the attention and the norms.
     """
 
     mlp: MoE
@@ -496,8 +498,8 @@ class MixtureLayer(TransformerLayer):
 class Embedding(nn.Module):
     """Sum of word and learned position embeddings, with dropout: tokens [B, S] -> [S, B, H].
 
-    With sequence parallelism over T ranks the output is [S/T, B, H]. Collectives on tp: the collectives of
-    VocabParallelEmbedding.
+    S is the sequence length, B the batch size, H the hidden size. With sequence parallelism over T ranks the output is
+    [S/T, B, H]. Collectives on tp: the collectives of VocabParallelEmbedding.
     """
 
     def __init__(self, config: GPTConfig, settings: LayerSettings, *, vocab_size: int) -> None:
@@ -527,7 +529,8 @@ class Embedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Learned position embedding: position_ids [S, B] -> [S, B, H].
 
-    With sequence parallelism over T tensor-parallel ranks the result is [S/T, B, H].
+    S is the sequence length, B the batch size, H the hidden size. With sequence parallelism over T tensor-parallel
+    ranks the result is [S/T, B, H].
     """
 
     def __init__(self, config: GPTConfig, tp: MeshAxis, sequence_parallel: bool) -> None:
@@ -563,8 +566,9 @@ class OutputLayer(nn.Module):
 class ScalarHead(nn.Module):
     """Linear head that computes one fp32 number per token: [S, B, H] -> [S, B].
 
-    Reward models and PPO's values use this head. Every tp rank holds the complete weight, and multiplies its own slice
-    of the channels. Collectives on tp: 1 all-reduce of the partial sums [S, B] in forward.
+    S is the sequence length, B the batch size, H the hidden size. Reward models and PPO's values use this head. Every
+    tp rank holds the complete weight, and multiplies its own slice of the channels. Collectives on tp: 1 all-reduce of
+    the partial sums [S, B] in forward.
     """
 
     def __init__(self, config: GPTConfig, tp: MeshAxis) -> None:

@@ -58,7 +58,7 @@ class KVCache:
         self.layers = [LayerCache(capacity, on_host=on_host) for _ in range(num_layers)]
 
     def positions(self, seq: int) -> torch.Tensor:
-        """Return the positions in the cache, [B, S] int64, for the next S = `seq` tokens of each row."""
+        """Return the positions in the cache, [B, S] int64, for the next S = `seq` tokens of each of B rows."""
         start = self._next.unsqueeze(1)
         return start if seq == 1 else start + torch.arange(seq, device=start.device)
 

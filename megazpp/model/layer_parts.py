@@ -276,7 +276,8 @@ class MLP(nn.Module):
     def _inside(self, up: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """Apply the MLP's activation function to `up` [S, B, F/T], and return a tensor of the same shape.
 
-        F is the feed-forward size, T the number of tp ranks. SwiGLU is silu(gate) * up, with `gate` shaped like `up`.
+        S is the sequence length, B the batch size, F the feed-forward size, T the number of tp ranks. SwiGLU is
+        silu(gate) * up, with `gate` shaped like `up`.
         """
         if gate is not None:
             return F.silu(gate) * up

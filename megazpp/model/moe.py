@@ -139,6 +139,8 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Mixture of experts of a layer: [S, B, H] -> [S, B, H], or [S/T, B, H] -> [S/T, B, H] with sequence parallelism.
 
+    S is the sequence length, B the batch size, H the hidden size, T the number of tp ranks.
+
     Collectives on tp without sequence parallelism: one all-reduce in the forward pass, one in the backward pass. With
     sequence parallelism there are none of these. The router and the shared MLP have further collectives. Collectives on
     ep: one all-to-all of row counts in the forward pass, and the all-to-alls of `Experts`. If ep has several ranks, the
@@ -176,7 +178,8 @@ class MoE(nn.Module):
         """Apply the mixture of experts to the output of a norm.
 
         Args:
-            x: [S, B, H], or [S/T, B, H] with sequence parallelism over T ranks, the output of a norm.
+            x: [S, B, H], the output of a norm for B sequences of S tokens with H channels; [S/T, B, H] with sequence
+                parallelism over T ranks.
             kept: an empty `Kept` in which a forward stores the router's decisions, or the filled one, whose decisions a
                 recomputation repeats. None without recomputation.
             counted: tokens that the router's losses include: ([S, B] fp32, 1 for such a token of any tp rank; [B] fp32,
@@ -221,6 +224,8 @@ class MoE(nn.Module):
 
 class SharedGate(nn.Module):
     """Sigmoid gate by which the output of a mixture of experts' shared MLP is multiplied: [S, B, H] -> [S, B, 1].
+
+    The input is that of the shared MLP: B sequences of S tokens with H channels.
 
     Args:
         config: config of the model.
@@ -311,8 +316,8 @@ def _looped_products(
 ) -> torch.Tensor:
     """Apply each expert to its rows x in a loop over experts: (silu(x gate^T) * (x fc1^T)) fc2.
 
-    The matrices may be packed weights, which support only `split`, `F.linear` and `torch.mm`. H is the hidden size, and
-    F the size of an expert's hidden layer.
+    The matrices may be packed weights, which support only `split`, `F.linear` and `torch.mm`. R is the number of rows,
+    H the hidden size, and F the size of an expert's hidden layer.
 
     Args:
         rows: [R, H] rows of all experts of this rank, sorted by expert.
@@ -323,7 +328,7 @@ def _looped_products(
         gated: function that returns silu(gate) * up.
 
     Returns:
-        [R, H].
+        Outputs of the experts for their rows, [R, H] in the order of `rows`.
     """
     inner = len(gate) // len(sizes)
     if not has_values(rows) and len(set(sizes)) == 1:
@@ -347,8 +352,8 @@ def _products_by_matrix(
 ) -> torch.Tensor:
     """Compute the result of `_looped_products` matrix by matrix, and add the outputs of LoRA adapters.
 
-    With torch's grouped matrix product, one call multiplies the matrices of all experts. H is the hidden size, and F
-    the size of an expert's hidden layer.
+    With torch's grouped matrix product, one call multiplies the matrices of all experts. R is the number of rows, H the
+    hidden size, and F the size of an expert's hidden layer.
 
     Args:
         rows: [R, H] rows of all experts of this rank, sorted by expert.

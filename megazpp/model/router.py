@@ -215,7 +215,7 @@ class Router(nn.Module):
         """Return this router's totals over ranks and over training steps since the last call, and reset them.
 
         The totals have the form of the result of `take_totals`; `add_summed_totals` has collected them. The result is
-        None if `add_summed_totals` was not called since, as for routers without an expert bias.
+        None if `add_summed_totals` was not called since the last call, as for routers without an expert bias.
         """
         summed, self._summed = self._summed, None
         return summed
