@@ -192,7 +192,7 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
             for content, num_lines, reached in pieces:
                 yield Block(path, kind, line, content, reached - position)
                 line, position = line + num_lines, reached
-        except Exception as error:  # any type, because each decompressor raises its own types of exceptions
+        except Exception as error:  # every type, because each decompressor raises its own types of exceptions
             what = f"the file is damaged from this line on: {type(error).__name__}: {error}"
             raise ValueError(f"{path}, line {line}: {what}") from error
 

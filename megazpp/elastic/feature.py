@@ -57,7 +57,7 @@ class Elastic(Feature):
         if flags.diloco_coordinator is None:
             return None
         asked = f"--diloco-coordinator {flags.diloco_coordinator}"
-        assert diloco.diloco_steps is not None  # `num_jobs` has refused a run without it
+        assert diloco.diloco_steps is not None  # `num_jobs` has refused a run without this flag
         steps, minutes = config.stop.exit_interval, config.stop.exit_duration_in_mins
         refused: Mapping[str, object] = {
             f"--exit-interval {steps} (send SIGTERM to a group to end it)": steps,

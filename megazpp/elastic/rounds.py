@@ -622,7 +622,7 @@ class Rounds:
         match record:
             case {"run": facts, "rules": rules}:
                 self.facts, self.rules = facts, Rules(*rules)
-                # samples that earlier groups with other rules have leased, and contributions that no commit has merged
+                # Forget the opened cells and the unmerged contributions of earlier groups, which had other rules
                 self.free, self.opened_blocks, self.pool = [], 0, {}
                 self._fingerprints = {}
             case {"join": name, "slot": slot, "incarnation": incarnation}:

@@ -65,7 +65,7 @@ class Channel:
                     "run the same version of MegaZ++ in all groups and the coordinator"
                 )
             other = self._read(NONCE_BYTES)
-            nonces = other + own if accepted else own + other  # the same order on both sides
+            nonces = other + own if accepted else own + other  # both sides use the same order
             sides = (b"accepted", b"connected") if accepted else (b"connected", b"accepted")
             self._send_key, self._receive_key = (_mac(secret, side, nonces) for side in sides)
             sock.sendall(_mac(self._send_key, b"proof"))
