@@ -225,7 +225,7 @@ def groups_of(ranks_per_node: int) -> dict[str, float]:
 @pytest.mark.parametrize(("ranks_per_node", "axes"), [(2, ("local", "cross")), (1, ("cross",))])
 def test_models_share_groups_with_the_first_groups_timeout(ranks_per_node, axes):
     expected = {f"megazpp {name}" for axis in axes for name in (axis, f"hosts of {axis}")}
-    # new workers, because other tests change the timeout of the shared workers' first group
+    # Start new workers, because other tests change the timeout of the shared workers' first group
     workers = ranks.__wrapped__(4)
     try:
         for found in workers.run(groups_of, ranks_per_node):

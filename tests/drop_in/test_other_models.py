@@ -205,7 +205,7 @@ def on_two_meshes(model: nn.Module) -> None:
 
 
 def on_a_mesh_by_parameter(model: nn.Module) -> None:
-    # imported here, because torch 2.11 does not have these names
+    # This import is inside the function, because torch 2.11 does not have these names
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
     pairs = FSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"], shard_mesh_dim=0)
@@ -277,7 +277,7 @@ def refuse_all() -> None:
         "config.zero_weight_bits was": with_sixteen_bits,
         "the outermost module": lambda model: megazpp.zeropp(first_block_of(model), ranks_per_node=2) and None,
     }
-    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.13 and newer
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # only torch 2.13 and newer have this method
         refused["belong to two FSDP2 units: wrap their modules together"] = shared_by_two_blocks
         refused["words.weight is sharded over ranks [0, 1, 2, 3], blocks.0.norm.weight over ["] = on_a_mesh_by_parameter
     said = {}

@@ -22,7 +22,7 @@ from megazpp.drop_in.checksum import checksum, mixed_sum
 from megazpp.drop_in.writes import WriteWatch
 
 WIDTH = 12
-# FSDP2's own reduction of gradients, because the two hops of ZeRO++ would add gradients in another order
+# EXACT keeps FSDP2's own reduction of gradients. The two hops of TWO_HOPS add gradients in another order
 EXACT: dict[str, Any] = {"zero_weight_bits": 16, "zero_quantized_gradients": False}
 TWO_HOPS: dict[str, Any] = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}
 LOSSLESS: dict[str, Any] = {"zero_weight_delta": "lossless", "zero_quantized_gradients": False}

@@ -89,7 +89,7 @@ class Attempt:
             if self.diloco is not None:
                 self.diloco.count(sum(batch.loss_mask.sum() for batch in batches) * self.dims.shard.size)
                 self.diloco.after_step(now)
-            # draw numbers, so that these two generators have new states, which a checkpoint must restore
+            # draw numbers, so that Python's and numpy's generators have new states, which a checkpoint must restore
             random.random(), np.random.rand()
             done = case.global_batch * now
             self.progress = self.progress._replace(iteration=now, consumed_samples=done, scheduled_samples=done)

@@ -170,7 +170,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     if LAUNCHER_PID in env:
-        # a worker ends when this process ends; the parent of a fork is the server
+        # A worker ends when its parent, the process LAUNCHER_PID, ends. The parent of this fork is the server
         os.environ[LAUNCHER_PID] = str(os.getppid())
     tempfile.tempdir = None  # forget the server's folder for temporary files, so that the client's TMPDIR applies
     code = 0
