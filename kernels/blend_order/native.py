@@ -77,8 +77,8 @@ def _groups_of(
     Args:
         shares: [D] fraction of the blend's samples that each dataset provides.
     Returns:
-        Three arrays for G groups: [G] the share of each group's datasets, ascending; [G + 1] offset in the third array
-        at which each group begins, and the end of the last; [D] the indices of the datasets, group after group.
+        Three arrays for G groups: [G] the share of each group's datasets, ascending; [G + 1] the offset in the third
+        array at which each group begins, then the length of that array; [D] the datasets' indices, group after group.
     """
     distinct, group = np.unique(shares, return_inverse=True)
     starts = np.zeros(len(distinct) + 1, dtype=np.int32)

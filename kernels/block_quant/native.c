@@ -166,7 +166,7 @@ LOOP float scale_of(const float *restrict values, int64_t bits, int64_t clip, in
         lowest = value > lowest ? value : lowest;
     }
     lowest &= 0x7FFFFFFF;
-    const int negative = lowest >= (uint32_t)highest; /* 1 if the largest element is negative, or if +m and -m tie */
+    const int negative = lowest >= (uint32_t)highest; /* 1 if an element of the largest magnitude is negative */
     const uint32_t opposite = negative ? (uint32_t)highest : lowest;
     peak = negative ? lowest : (uint32_t)highest;
     if (peak >= INFINITE) return float_of(NAN_BITS);

@@ -268,7 +268,8 @@ class HostShard:
         norms: L2 norm of each gradient of the current step, by parameter name; set at the end of the last backward.
         late: gradients of parameters in `HostMemory.partial`, which `HostMemory.norms` sums over tensor-parallel ranks.
             Each entry is (parameter name, values on the device, view of `gradients` for the sum).
-        gradients: [S] fp32 gradients of the current step in host memory. Those of the trained parameters come first.
+        gradients: [S] fp32 buffer in host memory. It begins with the current step's gradients of the trained parameters
+            only; the rest is unused.
         partial_sums: [N S] partial sums of gradients over N nodes, in host memory; only with
             --zero-offload-partial-sums.
     """

@@ -29,7 +29,7 @@ _ADVICE = (
 def check_apex(device_type: str) -> None:
     """Raise ValueError if --optimizer-backend apex cannot run on devices of the type `device_type`.
 
-    The type is not "cuda", or apex's FusedAdam or its CUDA extension `amp_C` is not installed.
+    It needs the type "cuda", and installed versions of apex's FusedAdam and of apex's CUDA extension `amp_C`.
     """
     if device_type != "cuda":
         raise ValueError(
@@ -81,8 +81,9 @@ class ApexAdam(torch.optim.Optimizer):
     def _lend_(self, parameter: nn.Parameter, stand_in: nn.Parameter) -> None:
         """Let FusedAdam's plain parameter `stand_in` share the memory of a DTensor's local shard for one step.
 
-        Its gradient and its moments share the memory of the local shards of `parameter`'s gradient and moments. Without
-        a gradient, or for an empty shard, `stand_in` gets no gradient, so that FusedAdam skips it.
+        The gradient and the moments of `stand_in` share the memory of the local shards of the gradient and the moments
+        of `parameter`, the DTensor. If `parameter` has no gradient or its local shard is empty, `stand_in` gets no
+        gradient, so that FusedAdam skips it.
         """
         stand_in.grad = None
         if parameter.grad is None:

@@ -213,8 +213,8 @@ class LossScaler:
     def accepts_overflow(self) -> bool:
         """True if an overflow in the current step is no error, because a dynamic loss scale can still decrease.
 
-        The result is False for a constant loss scale. It is also False if the overflow had to halve the loss scale,
-        which has already reached --min-loss-scale: further steps would overflow and be skipped, too.
+        The result is False for a constant loss scale. It is also False if the scale is at --min-loss-scale and an
+        overflow in the current step would have to halve it. All further steps would then overflow and be skipped too.
         """
         return self.is_dynamic and (self.scale > self._config.min_loss_scale or self._hysteresis_tracker > 1)
 

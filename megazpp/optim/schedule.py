@@ -24,14 +24,14 @@ class TrainingProgress(NamedTuple):
 
     Attributes:
         iteration: number of completed training steps, including skipped ones.
-        consumed_samples: number of samples in these steps.
+        consumed_samples: number of samples in the completed steps.
         scheduled_samples: position in the learning-rate schedule, in samples. Skipped steps do not advance it. A run
             with --train-iters that resumes with another global batch size rescales it (`schedule_ratio`).
         micro_batches: number of micro-batches that one rank has processed in all steps.
         stop_reason: reason why the training loop ended before its last iteration, for the log; None if it reached its
             last iteration or still runs.
-        token_offset: number of tokens in these samples minus `consumed_samples` x --seq-length. It is not 0 if an
-            earlier part of the run had another --seq-length.
+        token_offset: number of tokens in the consumed samples, minus `consumed_samples` x --seq-length. It is not 0 if
+            an earlier part of the run had another --seq-length.
     """
 
     iteration: int = 0

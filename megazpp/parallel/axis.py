@@ -327,7 +327,7 @@ class MeshAxis:
 
     @functools.cached_property
     def _wires_to_others(self) -> Counter[str]:
-        """The number of other ranks of the axis that this rank reaches over each wire, counted once for all calls."""
+        """The number of other ranks of the axis that this rank reaches over each wire, by wire; cached."""
         return Counter(self.wires[: self.rank] + self.wires[self.rank + 1 :])
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from megazpp.base.address import MOST_PORT, parse_host
 from megazpp.base.flags import MOST_PROCESSES, Config, flag
 
-# A much longer timeout than a year would overflow clock values.
+# Largest timeout of a flag in minutes, a year. A much longer timeout would overflow clock values.
 YEAR_MINUTES = 366 * 24 * 60
 
 

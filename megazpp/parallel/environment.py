@@ -30,14 +30,16 @@ from pathlib import Path
 import torch
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # current name, older names
+# Names of the variable with the settings of PyTorch's allocator: the current name, then older names
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 TRITON = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER")  # each one selects where Triton caches kernels
 
 
 def prepare_environment(env: MutableMapping[str, str] = os.environ) -> tuple[str, ...]:
     """Set the environment variables of CUDA, PyTorch's allocator and Triton; without a CUDA build of torch, do nothing.
 
-    Call this before the first use of CUDA. NCCL's variable depends on the layout; `order_launches` (dims.py) sets it.
+    Call this before the first use of CUDA. `order_launches` (dims.py) sets NCCL_LAUNCH_ORDER_IMPLICIT, which depends on
+    the layout of the ranks.
 
     Args:
         env: environment variables, changed in place.

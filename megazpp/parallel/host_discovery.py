@@ -40,7 +40,8 @@ def resolve_cluster(
 ) -> Cluster:
     """Return the cluster for the layout of the ranks: the cluster that flags describe, or else the discovered cluster.
 
-    All ranks call this and return equal clusters.
+    All ranks call this and return equal clusters. If flags describe a node whose ranks are on several hosts, rank 0's
+    cluster has a warning about it in `notices`.
 
     Args:
         worker: this rank.
@@ -49,7 +50,8 @@ def resolve_cluster(
             if flags describe the cluster.
         on_one_machine: function that returns the cluster for --emulate-nodes auto if all ranks are on one machine.
     Raises:
-        ValueError: the hosts do not form a usable cluster. All ranks raise it with the same message.
+        ValueError: the discovered hosts do not form a usable cluster; all ranks raise it with the same message. Or
+            `_gather_infos` has failed on rank 0.
     """
     info = describe_host(worker.local_rank, worker.device)
     if config.cluster_file is not None or isinstance(config.emulate_nodes, int):
@@ -92,10 +94,13 @@ def share_survey(store: dist.Store, rank: int, world_size: int, info: HostInfo) 
 
 
 def _gather_infos(store: dist.Store, rank: int, world_size: int, info: HostInfo) -> list[HostInfo]:
-    """Write the description of this rank's host to the store. On rank 0 return those of all ranks, otherwise [].
+    """Write the description of this rank's host to the store, and return all ranks' descriptions on rank 0.
 
+    Returns:
+        On rank 0, the descriptions of all ranks by rank. On all other ranks an empty list.
     Raises:
-        ValueError: a rank has not written its entry within the store's timeout, or an entry is malformed; on rank 0.
+        ValueError: on rank 0, if a rank has not written its description within the store's timeout, or if a description
+            is malformed.
     """
     store.set(f"host/{rank}", json.dumps(dataclasses.asdict(info)))
     if rank > 0:

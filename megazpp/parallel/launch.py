@@ -407,7 +407,8 @@ class Workers:
                 }
                 place["LOCAL_WORLD_SIZE"] = self._ranks_per_node
                 place[LAUNCHER_PID] = os.getpid()  # the worker asks the kernel to kill it when this process ends
-                place[BEGAN] = self._began  # restarts do not change it, so time limits include the time before them
+                # Restarted workers get the same start time, so --exit-duration-in-mins counts from the first start.
+                place[BEGAN] = self._began
                 own = {name: str(value) for name, value in place.items()}
                 self.processes.append(self.start_rank(rank, node, {**os.environ, **env, **own}))
         except BaseException:

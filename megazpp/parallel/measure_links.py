@@ -35,7 +35,7 @@ REPEATS = 5  # number of timed calls of each measured function, after one call f
 SMALL_BYTES = 256  # bytes per rank of the small all-gather, few enough that latency alone determines its time
 # By device type: bytes of the copy that measures memory bandwidth, more than the caches of the device hold
 COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-# By device type: least FLOPs in one timed call, which repeats a matrix product; about 0.03 s or less
+# By device type: least FLOPs in one timed call, which repeats a matrix product and takes about 0.03 s or less
 PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}
 # By device type: largest size in bytes of a measured all-gather's result. At 50 GB/s, 256 MiB take 5 ms.
 LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}

@@ -79,7 +79,8 @@ class Worker(RankInfo):
     store: dist.Store  # store of the default process group
     watchdog: Watchdog
     restarts: int = 0  # number of times that the launcher has restarted the job
-    # value of `time.monotonic()` when the launching process began, or this process if torchrun or srun has started it
+    # Value of `time.monotonic()` when the launching process began, or when this worker began if torchrun or srun has
+    # started it
     began: float = field(default_factory=time.monotonic)
 
 

@@ -30,7 +30,8 @@ import torch.nn.functional as F
 
 from megazpp.parallel.axis import MeshAxis
 
-# Function that returns a version of an elementwise function in which intermediate results use no memory
+# Type of a compiler such as `torch_compiled`: it takes a function of elementwise operations, and returns a version of
+# this function that stores no intermediate results in memory.
 Fuse = Callable[[Callable[..., Any]], Callable[..., Any]]
 CHUNK_BYTES = 1 << 32  # largest size of a chunk's logits in bytes: 16384 tokens x 128 thousand columns in 16 bits
 # Eager code processes a chunk in blocks of tokens. The fp32 logits of a block have at most CHUNK_BYTES / BLOCKS bytes.
@@ -66,8 +67,8 @@ def linear_cross_entropy(
             id t * V/T + i.
         labels: [...] int64 token ids. A label outside [0, vocab_size) gives a loss and gradients of NaN.
         tp: axis over which the vocabulary is split.
-        vocab_size: number of token ids. Rows of the weight from here on are padding: they must be finite, do not change
-            the results, and get zero gradients.
+        vocab_size: number of token ids. The weight's rows for larger ids are padding: they must be finite, do not
+            change the results, and get zero gradients.
         temperature: divisor of the logits, applied in fp32.
         with_entropy: True also returns the entropy of the model's distribution over the vocabulary at each token, in
             nats and without a gradient.
@@ -93,7 +94,7 @@ class _Settings(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A chunk of the logits: columns of consecutive token ids, among those whose weight rows this rank of tp has."""
+    """A chunk of the logits: columns of consecutive token ids in this tensor-parallel rank's part of the vocabulary."""
 
     # The chunk's rows of this rank's weight. Their number is a multiple of COLUMNS_MULTIPLE, except in a last chunk for
     # which the weight has too few padding rows.
@@ -257,7 +258,9 @@ def _distribution(
 
 
 def _gradient_(logits: torch.Tensor, normalizer: torch.Tensor, scale: torch.Tensor, temperature: float) -> None:
-    """Overwrite logits with their gradient for the loss of `linear_cross_entropy`, in all columns but the labels'.
+    """Overwrite logits with their gradient for the loss of `linear_cross_entropy`.
+
+    The values in the columns of the labels are not yet the gradient: the caller replaces them.
 
     Args:
         logits: [n, C] logits of n tokens in one chunk; they become scale * softmax(logits / temperature).

@@ -38,7 +38,7 @@ class Adapter(nn.Module):
     """The base class of LoRA adapters. An adapter computes a term that is added to the output of a linear layer.
 
     Attributes:
-        enabled: False while the layer must compute the same function as before training, as a reference model.
+        enabled: False while the layer computes the same function as before training, to serve as a reference model.
         has_reference: True if the adapter's output was not zero before training. The adapter then keeps its initial
             matrices, and uses them while it is not enabled.
     """
@@ -332,7 +332,7 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         padded_vocab_size: number of rows of the table over all ranks, a multiple of the number of ranks.
         hidden_size: number of columns, H.
-        vocab_size: number of token ids. Rows from here on are padding, which starts at zero.
+        vocab_size: number of token ids. Later rows of the table are padding, whose initial values are zero.
         tp: tensor-parallel axis.
         std: standard deviation of the initial values.
         sequence_parallel: True returns only this rank's slice of the sequence.

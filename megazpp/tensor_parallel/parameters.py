@@ -49,7 +49,7 @@ class ParameterSpec:
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a parameter that is a DTensor, for use in forward; other parameters unchanged.
+    """Return the local tensor of a DTensor parameter, for use in forward; return any other parameter unchanged.
 
     The result is differentiable as with `DTensor.to_local`, which takes twice the host time. The gradient is assumed to
     have the same placement as the parameter.

@@ -214,7 +214,8 @@ class Device(NamedTuple):
     gigabytes: float  # size of the device's memory, in 1e9 bytes
     gigabytes_per_second: float  # bandwidth of the device's memory, in 1e9 bytes per second
     source: str = ""  # origin of the device's rates and memory size: a data sheet, or "measured: ..."
-    calibration: str | None = None  # one of CALIBRATION_NAMES: fractions of the peaks that --plan assumes as achievable
+    # One of CALIBRATION_NAMES, which selects the fractions of the device's peak rates that --plan assumes as achievable
+    calibration: str | None = None
     price_per_hour: float | None = None  # price of one GPU, in any currency
     # Rates at which a CPU rank encodes lossless deltas, and updates weights by them, in 1e9 bytes of weights per second
     encode_gigabytes_per_second: float | None = None

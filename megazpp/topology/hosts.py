@@ -118,10 +118,10 @@ def describe_hosts(infos: Sequence[HostInfo]) -> str:
 
 
 def spread_notices(infos: Sequence[HostInfo], cluster: Cluster) -> tuple[str, ...]:
-    """Return a warning if flags describe a node whose ranks are on several hosts, otherwise ().
+    """Return a warning about the first node whose ranks are on several hosts; () if there is no such node.
 
     Args:
-        infos: each rank's description of its host, by rank; empty to check nothing.
+        infos: each rank's description of its host, by rank; empty on ranks other than 0, for which the result is ().
         cluster: the cluster that --cluster-file or --emulate-nodes describes.
     """
     order, size = cluster.order or range(len(infos)), cluster.ranks_per_node
@@ -196,7 +196,7 @@ def _joined(infos: Sequence[HostInfo], node: list[int]) -> dict[int, int]:
 
 
 def _check_domains(infos: Sequence[HostInfo], nodes: list[list[int]], domains: list[list[int]]) -> None:
-    """Raise a ValueError if fast domains differ in size, or if one spans several nodes but not all of their ranks.
+    """Raise a ValueError if fast domains differ in size, or if a domain spans several nodes but not all their ranks.
 
     Args:
         infos: each rank's description of its host, by rank.

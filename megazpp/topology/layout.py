@@ -166,7 +166,7 @@ class Layout:
 
         # Count the links of the chain whose two ranks are in the same domain, first for fast domains, then for local
         # domains. These are all links except those that cross a border between domains. If neighbors in the chain are
-        # at least a domain apart, there are none.
+        # at least a domain apart, all links cross a border.
         parts = (self.cluster.ranks_per_domain, self.cluster.local_domain_size)
         inside = (size - 1 - (last // part - first // part) if stride < part else 0 for part in parts)
         return _by_kind(size - 1, *inside)

@@ -173,8 +173,8 @@ class GatherSchedule:
         self.overlap, self._queue = overlap, queue
         # Intra-node hops are prefetched only on the CPU. On CUDA the host runs ahead of the GPU, with the same effect.
         self._prefetch = overlap and queue.blocks_host
-        self._order: list[Startable] = []  # gathers of the units used so far, in the order of their first use
-        self._all: list[Startable] = []  # gathers of all units
+        self._order: list[Startable] = []  # all-gathers of used units, in the order of the first uses
+        self._all: list[Startable] = []  # all-gathers of all units, used or not
         # Gathers whose cross-node hop has yet to start, because their units' weights may have changed since the last
         # hop
         self._stale: deque[Startable] = deque()
@@ -237,15 +237,15 @@ class ReduceSchedule:
         self.overlap, self._blocks_host = overlap, blocks_host
         self._sending: deque[Work[Any]] = deque()
         self._finishing: list[tuple[Work[Any], Callable[[], None]]] = []
-        # Weak reference to the call of `end_backward` that waits in autograd for the end of a running backward. It
-        # returns None if no backward runs that has reductions in flight, also after an exception has ended a backward.
+        # Function that returns None unless a backward runs that has reductions in flight, so that `end_backward` is
+        # registered once per backward. During such a backward it is the result of `at_end_of_backward`.
         self._running: Callable[[], object] = _nothing
 
     def sent(self, work: Work[Any]) -> None:
         """Register `work`, the task that sends a unit's gradients, and wait for earlier tasks of this kind.
 
         The wait limits the memory of gradients that are not sent yet. With overlap on the CPU, the latest
-        `UNITS_IN_FLIGHT` tasks may stay unfinished. Otherwise wait for all of them.
+        `UNITS_IN_FLIGHT` tasks may stay unfinished. Otherwise wait for all of them, `work` included.
         """
         self._sending.append(work)
         while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
@@ -254,7 +254,7 @@ class ReduceSchedule:
     def finish_later(self, work: Work[Any], finish: Callable[[], None]) -> None:
         """Let the end of the running backward wait for `work`, the task of a reduction, and then call `finish`."""
         self._finishing.append((work, finish))
-        if in_backward() and self._running() is None:  # `--plan` runs no backward
+        if in_backward() and self._running() is None:  # not for `--plan`, which calls `end_backward` itself
             self._running = at_end_of_backward(self.end_backward)
 
     def end_backward(self) -> None:
@@ -276,10 +276,11 @@ def in_backward() -> bool:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
-    """Let autograd call `function` at the regular end of the running backward, and return a weak reference.
+    """Let autograd call `function` at the regular end of the running backward, and return a weak reference to the call.
 
-    The reference returns None as soon as the backward has ended, also if an exception has ended it. It does not return
-    None in a backward inside of this backward, such as those of reentrant activation checkpointing.
+    A caller learns from the weak reference whether the backward still runs. The reference returns None as soon as the
+    backward has ended, also if an exception has ended it. It does not return None while a nested backward runs, such as
+    the backward of reentrant activation checkpointing.
     """
     callback = functools.partial(function)
     Variable._execution_engine.queue_callback(callback)
@@ -287,4 +288,4 @@ def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
 
 
 def _nothing() -> None:
-    """Return None, like a dead weak reference."""
+    """Return None, like a weak reference to an object that no longer exists."""

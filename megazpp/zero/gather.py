@@ -110,7 +110,8 @@ class InterNodeMessage(IntEnum):
     """
 
     NOTHING = 0
-    DIFFERENCE = 1  # a weight delta; without weight deltas, `megazpp.zeropp` sends a unit's trained parameters
+    # A weight delta. In models of `megazpp.zeropp` without weight deltas, the unit's trained parameters instead.
+    DIFFERENCE = 1
     KEYFRAME = 2
 
 
@@ -127,7 +128,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     Attributes:
         secondary: object of the unit's secondary partition, which runs the cross-node hop and stores the received
             weights.
-        crossing_key: key in checkpoints of the kind of message that the unit's next use sends between nodes.
+        crossing_key: key under which a checkpoint stores the kind of message that the unit's next use sends between
+            nodes.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
@@ -143,7 +145,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         # `_has_stepped` is True, it is the fingerprint after an optimizer step, and the next use sends a weight delta.
         self._made_from: Fingerprint | None = None
         self._has_stepped = False
-        # Fingerprint of the shards right after the last optimizer step; None before it, and after another write
+        # Fingerprint of the shards right after the last optimizer step; None before the first step, and if code other
+        # than the optimizer has written to the shards since the last step
         self._after_step: Fingerprint | None = None
         self._crossed = Work(None)  # task of the unit's last cross-node hop; a finished task before the first hop
         # Task of the intra-node hop that `prefetch` has started for the next use; None if that use must start the hop
@@ -403,7 +406,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
         """Run the cross-node hop, the all-gather between nodes, which updates the secondary partition.
 
-        The communication queue of the cross axis calls this method. It takes the arguments of `_start_cross_hop`.
+        The communication queue of the cross axis calls this method. The arguments are those of `_start_cross_hop`.
         """
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 
@@ -536,7 +539,8 @@ class Resident(Secondary):
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
         """Run the cross-node hop, which updates R, the resident weights of all nodes.
 
-        It takes the arguments of `Secondary.take_in`. It sends whole weights if `keyframe`, otherwise weight deltas.
+        The arguments are those of `Secondary.take_in`. This rank sends its whole weights if `keyframe` is True,
+        otherwise a weight delta.
         """
         if keyframe:
             self.weights[self.cross.rank].copy_(shard)

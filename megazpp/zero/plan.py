@@ -13,7 +13,7 @@ from megazpp.zero.config import CommPlan, GatherPlan, ReducePlan, ZeroConfig
 if TYPE_CHECKING:
     import torch
 
-# Number of elements per quantization block. DIFFERENCE_BLOCK is for the quantized weight deltas of DiLoCo.
+# Number of elements per quantization block: of gathered weights, of DiLoCo's quantized weight deltas, and of gradients.
 WEIGHT_BLOCK, DIFFERENCE_BLOCK, GRADIENT_BLOCK = 256, 128, 128
 
 

@@ -43,8 +43,8 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         context: axes, schedules and formats that all units share.
     Attributes:
         reduced: indices, in the unit, of the parameters whose gradients FSDP2 passes to the reduce-scatter.
-        total: sum of all elements of this rank's unreduced gradients since `watch`, a scalar tensor; None if there were
-            no gradients.
+        total: sum of all elements of this rank's unreduced gradients since the last call of `watch`, a scalar tensor;
+            None if there were no gradients.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
@@ -128,7 +128,8 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         assert op == dist.ReduceOp.SUM, f"collectives of gradients support only SUM, but FSDP2 asked for {op}"
         # ---- add up the elements of this rank's gradients, if `watch` was called
         if self._watched:
-            total = input_tensor.sum()  # a sum in the gradients' dtype; a maximum takes 16 times as long on the CPU
+            # A maximum would show a NaN or Inf too, but takes 16 times as long on the CPU as a sum in this dtype.
+            total = input_tensor.sum()
             self.total = total if self.total is None else self.total + total
         self.reduce(input_tensor, output_tensor)
 

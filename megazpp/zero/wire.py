@@ -6,9 +6,10 @@ flat shard is sent as one message of bytes, whose layout is planned once per uni
 
     | payloads of the quantized segments | their scales | segments that are sent exactly | padding to 16 bytes |
 
-No quantization block spans two parameters: a block of half norm gains and half weights would lose 25 dB of the weights.
-1-D parameters are sent exactly, and so are parameters whose quantized blocks would take no fewer bytes. Because of the
-padding, every parameter shape and number of ranks is valid, and later code has no special cases.
+No quantization block spans two parameters. In a block of half norm gains and half weights, the large gains would lower
+the signal-to-noise ratio of the weights by 25 dB. 1-D parameters are sent exactly. So are parameters whose quantized
+blocks would take no fewer bytes. Because of the padding, every parameter shape and number of ranks is valid, and later
+code has no special cases.
 
     Example: W = 4 ranks, norm [6], weight [6, 100], 8 bits, blocks of 128, exact segments in bf16
         segments    norm: 2 elements (6 rows padded to 8, 2 per rank), weight: 200 elements (2 rows of 100)
