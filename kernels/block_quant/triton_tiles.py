@@ -131,7 +131,11 @@ def load_quantized(payload, scales, left, BITS: tl.constexpr, BLOCK: tl.constexp
 def store_integers(
     payload, shifted_low, shifted_high, finite, left, BITS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Store the integers that `round_shifted` returned for a tile; blocks with NaN or Inf get the integers 0."""
+    """Store a tile's integers at the pointer `payload`, in a message.
+
+    `shifted_low` and `shifted_high` are results of `round_shifted` for the first and the second halves of the tile's
+    blocks. Blocks for which the mask `finite` is False, because they have a NaN or Inf, get the integers 0.
+    """
     used = _used(left, BLOCK)[:, None]
     offset = _offsets(BLOCK, BLOCK // 2, BLOCK * BITS // 8)
     zero: tl.constexpr = 8 if BITS == 4 else 0
@@ -261,7 +265,7 @@ def _from_float(x, dtype: tl.constexpr):
 
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):
-    """Load from `pointers`: with zeros where the mask is False, or everything without a mask if WHOLE."""
+    """Load from `pointers` without a mask if WHOLE is True, otherwise with zeros where `mask` is False."""
     if WHOLE:
         return tl.load(pointers)
     else:
@@ -270,7 +274,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _store(pointers, values, mask, WHOLE: tl.constexpr):
-    """Store values where the mask is True, or all of them without a mask if WHOLE."""
+    """Store all `values` without a mask if WHOLE is True, otherwise only the values where `mask` is True."""
     if WHOLE:
         tl.store(pointers, values)
     else:
@@ -288,5 +292,8 @@ def _offsets(BLOCK: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def _used(left, BLOCK: tl.constexpr):
-    """Return a mask [number of blocks]: True for the blocks of a tile that begin before the segment's end."""
+    """Return a mask [number of blocks]: True for the blocks of a tile that begin before the segment's end.
+
+    `left` is the number of elements from the start of the tile to the end of the segment.
+    """
     return tl.arange(0, _TILE // BLOCK) * BLOCK < left

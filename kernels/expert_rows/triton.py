@@ -78,7 +78,10 @@ def _columns(width: int) -> dict[str, int]:
 
 @triton.jit
 def _count_kernel(experts, found, size, num_experts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the rows of each expert in one block of rows, for the counting sort of `sort_rows`."""
+    """Count the rows of each expert in one block of rows, for the counting sort of `sort_rows`.
+
+    `found` [number of blocks, number of experts] receives the counts, from which `_place_kernel` computes positions.
+    """
     first, numbers = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, BLOCK, _CHUNK):

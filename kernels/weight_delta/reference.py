@@ -171,7 +171,7 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
 
 
 def _parameters(c: int, exponents: Tensor) -> Tensor:
-    """Return the Rice parameters k, 0 to 15, of weights with these exponents in a block with the exponent `c`.
+    """Return the Rice parameters k, 0 to 15, of weights with the given `exponents` in a block with the exponent `c`.
 
     A lossless delta stores the low k bits of a weight's change unchanged, and the rest in unary.
     """

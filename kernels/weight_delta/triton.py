@@ -86,7 +86,7 @@ def _load(new, old, size, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.con
 
 @triton.jit
 def _parameters(c, exponent):
-    """Return the Rice parameters k, 0 to 15, of weights with these exponents in a block with the exponent `c`.
+    """Return the Rice parameters k, 0 to 15, of weights with the given `exponent` in a block with the exponent `c`.
 
     A lossless delta stores the low k bits of a weight's change unchanged, and the rest in unary.
     """
@@ -104,7 +104,7 @@ def _bit_length(x):
 
 @triton.jit
 def _bytes(bits):
-    """Return the number of bytes that hold a given number of bits."""
+    """Return the number of bytes that hold `bits` bits, rounded up."""
     return (bits + 7) // 8
 
 
@@ -151,7 +151,7 @@ def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
     """Compute where each block's body starts in the message, and write these offsets to the last row of `plan`.
 
     The offset is -1 for a block that is left out. The kernel also writes the message's kinds, halves (size of
-    each body in bytes / 2) and two counters. One program handles all blocks.
+    each body in bytes / 2) and two counters (bytes needed, elements left out). One program handles all blocks.
     """
     first, wanted, left_out = 0, 0, 0
     while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end
@@ -285,10 +285,10 @@ def _decode_kernel(
 
 @triton.jit
 def _places(body, rank, mask, sparse):
-    """Return the positions in a block of weights that belong to the encoded values number `rank` of the block's body.
+    """Return the positions in a block of weights to which encoded values belong: the values `rank` of the block's body.
 
-    A sparse body lists the positions; in a dense body value i belongs to weight i. For a sparse body the result is 0
-    where `mask` is False.
+    `rank` is the index of each value in the body. A sparse body lists the positions; in a dense body value i belongs to
+    weight i. For a sparse body the result is 0 where `mask` is False.
     """
     listed = mask & (rank < tl.where(sparse, _BLOCK, 0))
     return tl.where(sparse, tl.load(body + 1 + rank, mask=listed, other=0).to(tl.int32), rank)

@@ -89,7 +89,7 @@ class HostedAdamW(ShardedAdamW):
                 places_of: dict[int, list[int]] = places_of,
                 states: list[dict[str, Any]] = states,
             ) -> None:
-                """Update a unit's uploaded weights and moments in place, one parameter group after the other."""
+                """Update the device copies of a unit's weights and moments by AdamW, one parameter group at a time."""
                 for scalar in (grad_scale, found_inf):
                     # The compute stream has allocated `scalar` (grad_scale or found_inf). It must not reuse the memory
                     # before this update, on another stream, has read `scalar`.

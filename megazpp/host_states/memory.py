@@ -332,7 +332,7 @@ class HostShard:
 
     @property
     def parameters(self) -> list[Any]:
-        """The unit's trained parameters, as sharded DTensors that share memory with the weights."""
+        """The unit's trained parameters, as sharded DTensors that share memory with the fp32 weights in host memory."""
         return [self.unit.fsdp_parameters[index].sharded_param for index in self._trained]
 
     def views(self, flat: torch.Tensor) -> list[DTensor]:

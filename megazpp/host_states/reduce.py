@@ -67,7 +67,10 @@ class HostedRingReduce(HostedReduce, CountedReduce):
     """The reduce-scatter of a unit's gradients in one hop, whose result goes to host memory."""
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
-        """Start the reduce-scatter; its task also moves the result to host memory. See `SummingReduce.start`."""
+        """Start a task that reduce-scatters the gradients and moves the result to host memory.
+
+        See `SummingReduce.start` for the arguments.
+        """
         last = self._last_micro_batch
 
         def reduce() -> torch.Tensor:
@@ -159,6 +162,9 @@ class HostedTwoHopReduce(HostedReduce, TwoHopReduce):
         return sums.new_empty(0) if keep else sums
 
     def _hop_across(self, inside: Work[torch.Tensor], codec: Codec, result: torch.Tensor) -> torch.Tensor:
-        """Run the cross-node hop, and move the reduced gradients to host memory by `HostShard.take`."""
+        """Run the cross-node hop, and move the reduced gradients to host memory.
+
+        See `TwoHopReduce._hop_across` for the arguments; `result` is ignored. Returns the result of `HostShard.take`.
+        """
         total = torch.empty(codec.layout.size, dtype=self._dtype, device=inside.join().device)
         return self.unit.states.take(super()._hop_across(inside, codec, total), last=self._last_micro_batch)

@@ -197,7 +197,7 @@ def _squares(norms: Sequence[torch.Tensor], copies: list[int]) -> torch.Tensor:
 
 
 def _summed_root(squares: torch.Tensor, tp: MeshAxis, shard: MeshAxis) -> torch.Tensor:
-    """Sum squares of norms, a fp64 tensor of any shape, over the ranks of tp and shard; return the square roots."""
+    """Sum squares of norms, fp64 of any shape, over tp and shard ranks, and return the square roots of the sums."""
     return shard.all_reduce_(tp.all_reduce_(squares.clone())).sqrt()
 
 

@@ -250,7 +250,8 @@ class LossScaler:
 
         A checkpoint of a run with a constant loss scale has no counters, which then start as in a new run.
         """
-        if self.is_dynamic:  # a resumed run with a constant loss scale uses its own --loss-scale
+        # A run with a constant loss scale uses its own --loss-scale, not the loss scale in the checkpoint.
+        if self.is_dynamic:
             self.scale = float(state["scale"])
             self._growth_tracker = int(state.get("growth_tracker", 0))
             self._hysteresis_tracker = int(state.get("hysteresis_tracker", self._config.hysteresis))

@@ -481,7 +481,8 @@ def check_equal_on_all_ranks(axis: MeshAxis, name: str, digest: str) -> None:
     Raises:
         ValueError: a rank has another digest than the first one. All ranks raise the error.
     """
-    if difference := find_difference(axis, {"content": digest}):  # `name` may have another path on another rank
+    # The key is not `name`, because `name` may contain another path on another rank.
+    if difference := find_difference(axis, {"content": digest}):
         raise ValueError(
             f"{name} must have the same content on all ranks, but differs between {difference[0]}: copy it from one "
             "host to the others"

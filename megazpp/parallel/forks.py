@@ -68,7 +68,8 @@ def _be_new(
 ) -> NoReturn:
     """Give this fork the state of a new process, call `main`, and exit with its exit status.
 
-    The state is a separate session, default signal handlers, the signal mask `blocked`, and `env` in the environment.
+    The state is a separate session, default handlers for the signals `handled`, the signal mask `blocked`, and the
+    variables `env` in the environment.
     SIGHUP stays ignored in a job that nohup has started.
     """
     code = EXIT_ERROR

@@ -50,8 +50,9 @@ def resolve_cluster(
             if flags describe the cluster.
         on_one_machine: function that returns the cluster for --emulate-nodes auto if all ranks are on one machine.
     Raises:
-        ValueError: the discovered hosts do not form a usable cluster; all ranks raise it with the same message. Or
-            `_gather_infos` has failed on rank 0.
+        ValueError: the discovered hosts do not form a usable cluster; all ranks raise it with the same message. If
+            flags describe the cluster: rank 0 has not received a valid host description of each rank; only rank 0
+            raises it.
     """
     info = describe_host(worker.local_rank, worker.device)
     if config.cluster_file is not None or isinstance(config.emulate_nodes, int):

@@ -33,7 +33,8 @@ from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.hosts import Hosts, wait_until
 from megazpp.parallel.launch import RESTART_COUNT, RankInfo, hosts_of, open_store
 
-# Longest time for which a rank that has failed waits for the verdict, and rank 0 for the other ranks to read a problem
+# Longest time for which a rank that has failed waits for the verdict, and for which rank 0 waits until the other ranks
+# have read a verdict that reports a problem
 ANSWER_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # longest time for which a rank that has failed waits until the job's store exists
 CLAIM_SECONDS = 1.0  # time for a host's rank with local rank 0 to print an error, before another of its ranks prints it

@@ -226,7 +226,7 @@ class Watchdog:
         return RankState(socket.gethostname(), self._activity.now(), self._activity.entered, python_stacks())
 
     def _end_alone(self, reason: str) -> None:
-        """End this process without using the store, because it does not answer.
+        """End this process without using the store, because the store does not answer.
 
         On the first rank of each host, first print `reason`, and this rank's open spans and Python stacks.
         """

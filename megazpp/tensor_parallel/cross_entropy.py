@@ -163,7 +163,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         normalizers, entropies = (score.new_full((1 + len(chunks), len(x)), value) for value in (float("-inf"), 0.0))
         distribution = _distribution if settings.fuse is None else settings.fuse(_distribution)
 
-        # Compute the normalizer and the entropy of each token in each of this rank's chunks, and the label's score.
+        # Compute the normalizer and the entropy of each token in each of this rank's chunks, and the score (logit /
+        # temperature) of the token's label.
         for index, chunk in enumerate(chunks, start=1):
             logits = None  # frees the previous chunk's logits before the next chunk's are allocated
             logits = F.linear(x, weight[chunk.rows])

@@ -186,9 +186,9 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def _products(x: torch.Tensor, weights: Tensors, biases: Biases, split: bool, tp: MeshAxis) -> list[torch.Tensor]:
-    """Return x W^T + b for the weight and the bias of each column-parallel layer.
+    """Return x W^T + b, the output for the input x of each column-parallel layer with weight W and bias b.
 
-    With `split`, x is this rank's slice of the sequence, which is gathered over tp first.
+    If `split` is True, x is this rank's slice of the sequence, and the slices are gathered over tp first.
     """
     inside = tp.all_gather(x) if split else x
     return [F.linear(inside, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
@@ -369,6 +369,6 @@ class VocabParallelEmbedding(nn.Module):
 def _adapted(y: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
     """Return y, the output of a linear layer, plus the output of the layer's adapter for the same input x.
 
-    Returns y itself if `adapter` is None or switched off.
+    Returns y itself if `adapter` is None or adds nothing, see `Adapter.adds`.
     """
     return y if adapter is None or not adapter.adds else y + adapter(x)

@@ -406,7 +406,12 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def _take_in(self, crossing: InterNodeMessage, messages: torch.Tensor, shard: Callable[[], torch.Tensor]) -> None:
         """Run the cross-node hop, the all-gather between nodes, which updates the secondary partition.
 
-        The communication queue of the cross axis calls this method. The arguments are those of `_start_cross_hop`.
+        The communication queue of the cross axis calls this method.
+
+        Args:
+            crossing: kind of message that the hop sends, a weight delta or a keyframe.
+            messages: [N, M] uint8 secondary partition, messages of M bytes from N nodes, updated in place.
+            shard: function that returns this rank's flat shard.
         """
         self.secondary.take_in(messages, shard(), keyframe=crossing == InterNodeMessage.KEYFRAME)
 

@@ -137,7 +137,7 @@ def _check_host_states(config: ZeroConfig, layout: Layout) -> None:
 
 
 def _keeps_secondary(config: ZeroConfig, layout: Layout) -> bool:
-    """Return True if the flags select ZeRO++'s secondary partition (hpZ): each node keeps the gathered weights.
+    """Return True if the flags select ZeRO++'s secondary partition (hpZ), which keeps received weights for later uses.
 
     Raises:
         ValueError: --zero-hpz-partition-size is neither auto, 1 nor the number of data ranks of a node.

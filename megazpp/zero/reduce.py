@@ -238,7 +238,7 @@ class TwoHopReduce(SummingReduce):
 
     @property
     def crosses(self) -> bool:
-        """True if the cross-node hop runs in this micro-batch, False if its gradients wait as partial sums."""
+        """True if the cross-node hop runs in this micro-batch, False if the gradients then wait as partial sums."""
         return self._every_micro_batch or self._last_micro_batch
 
     def begin(self) -> None:
@@ -312,7 +312,7 @@ class TwoHopReduce(SummingReduce):
     def message_bytes(self) -> tuple[int, int]:
         """The sizes in bytes of the two messages that carry one flat shard: inside a node, and across nodes.
 
-        They hold for a backward in which all trained parameters get gradients.
+        These sizes hold for a backward in which all trained parameters get gradients.
         """
         inside, across = self._codecs_of(self.unit.trained)
         return inside.layout.message_bytes, across.layout.message_bytes

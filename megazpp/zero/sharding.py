@@ -107,10 +107,10 @@ class DeviceStates:
         """Complete the step's gradients, and return the L2 norm of this rank's shard of each gradient.
 
         Args:
-            tp: tensor-parallel axis, over which the gradients of the parameters in `partial` are summed.
+            tp: tensor-parallel axis. The gradients of the parameters in the attribute `partial` must be summed over it.
         Returns:
-            fp32 scalars by parameter name. None if the gradients are in `.grad`; the caller then sums those of the
-            parameters in `partial`, and computes the norms itself.
+            fp32 scalars by parameter name. None if all gradients are in `.grad`, as here. The caller then sums the
+            gradients of the parameters in `partial`, and computes the norms itself.
         """
         return None
 
@@ -131,7 +131,8 @@ class Sharding:
         model: model that FSDP2 has wrapped.
         units: sharding units of the model, which are FSDP2's parameter groups.
         zero: flags of ZeRO; this class reads the intervals of keyframes and of error feedback resets.
-        comms: all-gather and reduce-scatter of each unit; empty if FSDP2's own collectives are used.
+        comms: a pair (all-gather, reduce-scatter) for each unit whose collectives replace FSDP2's. The all-gather is
+            None for a unit that is not sharded, because its mesh has one rank.
         counter: counter of the bytes that this rank sends.
         states: memory of fp32 weights, moments and gradients; None for the device.
     Attributes:

@@ -61,7 +61,8 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         """True if the unit's modules hold the sharded parameters now, False if they hold the gathered parameters."""
-        # The tensors' type does not show this: gathered parameters may be DTensors too, as with tensor parallelism.
+        # Ask FSDP2, because the type of the tensors does not show whether they are sharded. Gathered parameters may be
+        # DTensors too, as with tensor parallelism.
         return bool(self._group.is_sharded)
 
     def fingerprint(self) -> Fingerprint:
@@ -222,7 +223,7 @@ class Unit:
         return tuple([index for index, parameter in found if _has_gradient(parameter)])
 
     def fill_gradients(self, indices: Collection[int]) -> None:
-        """Give zero gradients to those parameters with these indices that have no gradient to reduce.
+        """Give a zero gradient to each of the unit's parameters `indices` that has no gradient to reduce.
 
         FSDP2 then passes the same parameters to the reduce-scatter on all ranks. Parameters that were never gathered
         or have no elements keep no gradient. torch 2.13 has an option for this (`set_reduce_scatter_unused_params`),
@@ -317,7 +318,7 @@ def find_units(model: nn.Module, *, unit_class: type[U], data_dims: int = 1) -> 
     states: dict[Any, None] = dict.fromkeys(module._get_fsdp_state() for module in wrapped)
     units = []
     for state in states:
-        # FSDP2 keeps the modules in the order of the `fully_shard` call, which is also that of its flat shard.
+        # `_modules` has the order of the `fully_shard` call, in which FSDP2 also concatenates the modules' parameters.
         modules = tuple(module for module in state._modules if module in names)
         seen: set[object] = set()
         found = [p for module in modules for p in _parameters(module, names, seen, data_dims)]

@@ -109,7 +109,7 @@ def plan_message(segments: tuple[Segment, ...], fmt: BlockFormat | None, *, exac
 
 
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Merge adjacent segments of a flat shard, and return (start, stop) element indices of each run.
+    """Merge adjacent segments of a flat shard into runs of elements, and return the indices (start, stop) of each run.
 
     Empty segments are left out.
     """
