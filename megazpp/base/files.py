@@ -171,7 +171,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Add `path` to an OSError of the block that names no file, as when a write finds the disk full."""
+    """If the block raises an OSError without a file's name, such as a write to a full disk, add `path` to the error."""
     try:
         yield
     except OSError as error:

@@ -72,7 +72,7 @@ class CheckpointMetadata:
 
     @property
     def model(self) -> GPTConfig:
-        """The config of the saved model. Fields that affect neither shapes nor the function have their defaults."""
+        """The config of the saved model. Fields that affect neither shapes nor outputs have their defaults."""
         return GPTConfig(**shape_of(self.flags))
 
     @property

@@ -474,7 +474,7 @@ class TraceRecorder(TorchDispatchMode):
         """Record an operation that was recorded before, and return its result without running the operation.
 
         Args:
-            known: record of the first occurrence.
+            known: record of the operation's first occurrence.
             args: arguments; an operation in place returns the first one.
         """
         result = args[0]

@@ -140,7 +140,7 @@ def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
 
 
 def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> RunConfig:
-    """Return the flags of a run with another micro-batch size, and the nearest possible global batch size.
+    """Return the flags of a run with another micro-batch size, and a global batch size as near as possible to its own.
 
     The global batch size is a multiple of the micro-batch size times the number of data ranks. If the run's global
     batch has fewer samples per data rank than `micro_batch_size`, the micro-batch gets this number of samples.
