@@ -100,6 +100,8 @@ class EpochOrder:
 class SupervisedDataset(EpochOrder):
     """Dataset of supervised training. Its samples are [3, S + 1] int64, for `make_supervised_batch`.
 
+    The three rows of a sample are token ids, loss mask, and positions of the tokens in their examples.
+
     Args:
         examples: tokens and loss masks of all examples.
         max_length: S, the largest number of tokens that are predicted in a sample.
@@ -132,7 +134,9 @@ class SupervisedDataset(EpochOrder):
 class PreferenceDataset(EpochOrder):
     """Dataset of pairs of a preferred and a rejected answer. Its samples are [5, S + 1] int64, for `make_pair_batch`.
 
-    The arguments are those of `SupervisedDataset` without `packing`. S is `max_length`.
+    The rows of a sample are the tokens and the loss mask of prompt and preferred answer, the same two rows with the
+    rejected answer, and a row that begins with the pair's number and margin. The arguments are those of
+    `SupervisedDataset` without `packing`. S is `max_length`.
 
     Attributes:
         num_pairs: number of pairs in the files.
@@ -202,7 +206,8 @@ def make_supervised_batch(samples: torch.Tensor, *, multiple: int = 1, packing: 
     """Make a micro-batch for supervised training, cut to its longest row.
 
     Args:
-        samples: [B, 3, S + 1] int64, B samples of a `SupervisedDataset`, each with rows of S + 1 tokens.
+        samples: [B, 3, S + 1] int64, B samples of a `SupervisedDataset`. Each has S + 1 tokens, their loss mask and
+            their positions.
         multiple: divisor of the row length after the cut, see `shortened`.
         packing: True if samples hold several examples; the batch then keeps attention inside each example.
     """

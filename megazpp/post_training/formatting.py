@@ -491,7 +491,7 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
     mask = np.zeros(len(ids) + 1, dtype=np.uint8)
     within = False
     for start, stop in learned:
-        # A range that stops at the end of the text is one longer, to include tokens that the tokenizer adds after it
+        # Extend a range that stops at the end of the text by one, to include tokens that the tokenizer adds at the end
         mask[:-1] |= (first < stop + (stop == len(text))) & (last > start)
         within |= bool(((first < start) & (last > start)).any())
     if (

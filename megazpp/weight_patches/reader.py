@@ -74,8 +74,8 @@ class PatchReader:
             The training step of the weights; None if there are no complete files yet.
         Raises:
             ValueError: there are no complete files for `step`.
-            DamagedError: a file is damaged, or its patch is made for other weights. The reader then has the weights of
-                its attribute `step`, to which earlier patches may have advanced.
+            DamagedError: a file is damaged, or its patch is made for other weights. The patches before this file may
+                have been applied: the reader then has the weights of the step in its attribute `step`.
         """
         step = newest_step(self._folder) if step is None else step
         if step is None:
