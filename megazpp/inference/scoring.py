@@ -109,7 +109,7 @@ def check_input(path: str) -> None:
     """Check that --input names a text with content, or the prefix of a .bin/.idx pair of files.
 
     Raises:
-        ValueError: `path` is neither of these, or the text is empty.
+        ValueError: `path` names neither a text nor a .bin/.idx pair, or the text is empty.
     """
     if _is_pair(path):
         IndexedDataset(Path(path).expanduser())

@@ -18,8 +18,8 @@ class WholeText:
     """A dataset of all token ids of a text in windows of S + 1 ids, so that each id is predicted exactly once.
 
     The sequences of the text are concatenated after an end-of-document token (eod), from which the first id is
-    predicted. Window k has ids k * S to (k + 1) * S of the result, so the last id of a window is the first input of the
-    next window. The last window is filled with `PADDING`.
+    predicted. Window k has the concatenated ids k * S to (k + 1) * S. So the last id of a window is also the first
+    input of the next window. The last window is filled with `PADDING`.
 
     Args:
         sequences: sequences of token ids.

@@ -59,8 +59,8 @@ def freeze(
 
     Args:
         model: model on the meta device, with this tensor-parallel rank's shapes.
-        units: lists of modules whose weights are used together, in the order of use. Weights outside of them form a
-            further unit, which belongs to the module `model`.
+        units: lists of modules whose weights are used together, in the order of use. All weights of other modules form
+            a further unit, which belongs to the module `model`.
         axis: axis over the ranks of a node that share the units. With one rank, this rank stores complete weights.
         load: function (name, rows) that returns a range of rows (dim 0) of this tensor-parallel rank's slice of a
             weight, in any dtype. Each row is loaded once, on one rank of the axis, a few megabytes at a time.
