@@ -33,7 +33,7 @@ from megazpp.elastic.loop import ElasticLoop, LeasedLoader
 from megazpp.elastic.outer import WholeOuter
 from megazpp.elastic.wire import Channel
 
-# Points of a DiLoCo round at which a job can be killed: the class, its method, and "before" or "after" a call of it
+# Points of a DiLoCo round at which a job can be killed: a class, a method, and "before" or "after" a call of the method
 POINTS: dict[str, tuple[type, str, str]] = {
     "before the first step": (LeasedLoader, "step", "before"),
     "in the middle of the interval": (ElasticLoop, "_count_step", "after"),
