@@ -50,7 +50,8 @@ from megazpp.drop_in.gather import ProgramGather
 from megazpp.drop_in.units import ProgramUnit, in_backward_of
 from megazpp.parallel.axis import MeshAxis
 from megazpp.zero.comms import CommContext
-from megazpp.zero.gather import InterNodeMessage
+from megazpp.zero.gather import InterNodeMessage, Resident
+from megazpp.zero.wire import LosslessCodec
 
 # A vote on a unit is an `InterNodeMessage`. The additional bit LATE says that the last forward used outdated weights.
 LATE = 4
@@ -261,10 +262,19 @@ class WatchedGather(ProgramGather):
         is_part = crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences
         # Compute checksums before `shard()` reads the weights: if the program writes in between, the next vote differs.
         self._keep_sums(of_frozen=not is_part)
+        weights = shard()
         if is_part:
-            self._take_in_part(messages, shard())
-        else:
-            super()._take_in(crossing, messages, shard)
+            self._take_in_part(messages, weights)
+            return
+        super()._take_in(crossing, messages, lambda: weights)
+        if isinstance(self.secondary, Resident) and crossing == InterNodeMessage.DIFFERENCE:
+            differences = self.secondary.differences
+            assert isinstance(differences, LosslessCodec)
+            # A delta may need more room than its message has, because the learning rate has jumped or because another
+            # optimizer has stepped. The forward must use all changes, as in plain FSDP2, so send whole weights then.
+            # The size counters are equal on all ranks of the cross axis. On CUDA the host waits for them.
+            if differences.read_counters():
+                super()._take_in(InterNodeMessage.KEYFRAME, messages, lambda: weights)
 
     def _take_in_part(self, messages: torch.Tensor, shard: torch.Tensor) -> None:
         """Run the cross-node hop for the trained parameters only, and update their bytes in `messages`.

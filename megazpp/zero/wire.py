@@ -289,18 +289,23 @@ class LosslessCodec:
         if not isinstance(messages, FakeTensor):
             self._arriving = HostCopy(numbers(messages).clone())  # a view would keep all of `messages` in memory
 
-    def read_counters(self) -> None:
+    def read_counters(self) -> int:
         """Wait for the size counters of the last lossless deltas on the host, and record the bytes in `recent`.
 
         The next message's size is predicted from `recent`. If no counters have arrived since the last call, this method
         does nothing.
+
+        Returns:
+            The number of changed weights that did not fit into these deltas, the same on all ranks of the cross axis; 0
+            if no counters have arrived.
         """
         if self._arriving is None:
-            return
+            return 0
         arriving, self._arriving = self._arriving, None
         needed, left_out = zip(*arriving.wait(), strict=True)
         self.recent[:] = torch.tensor([max(1, *needed), int(self.recent[0])], device="cpu")
         self._left_out += sum(left_out)
+        return sum(left_out)
 
     def take_left_out(self) -> int:
         """Return how many changed weights did not fit into the unit's lossless deltas since the last call.

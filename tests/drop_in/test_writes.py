@@ -371,6 +371,43 @@ def alone_as_fsdp2(name: str, acting: int) -> None:
     assert len(losses) == 9
 
 
+def grow(config: dict[str, Any] | None, kind: str) -> list[float]:
+    """Train with optimizer steps that change few weights, then many, and return the losses and two evaluations.
+
+    Args:
+        config: fields of ZeroConfig; None for plain FSDP2.
+        kind: "rate" raises the learning rate, "optimizer" steps an optimizer of the matrices after one of the biases.
+    """
+    torch.manual_seed(0)
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, 200), nn.Tanh(), nn.Linear(200, WIDTH)) for _ in range(2)))
+    for module in (*model, model):
+        fully_shard(module, **policy)
+        module.set_force_sum_reduction_for_comms(True)
+    if config is not None:
+        megazpp.zeropp(
+            model, ranks_per_node=1, config=megazpp.ZeroConfig(zeropp=True, zero_error_feedback=False, **config)
+        )
+    every = list(model.parameters())
+    optimizers = [torch.optim.AdamW(every, lr=1e-7), torch.optim.AdamW(every, lr=0.1)]
+    if kind == "optimizer":
+        optimizers = [torch.optim.AdamW([p for p in every if p.ndim == ndim], lr=0.1) for ndim in (1, 2)]
+    losses = []
+    for sample, optimizer in enumerate([optimizers[0]] * 4 + [optimizers[1]]):
+        losses.append(step(model, optimizer, sample))
+        model.zero_grad()
+    return [*losses, evaluate(model), evaluate(model)]
+
+
+def grows_as_fsdp2(kind: str) -> None:
+    assert grow(LOSSLESS, kind) == grow(None, kind)
+
+
+@pytest.mark.parametrize("kind", ["rate", slow("optimizer")])
+def test_lossless_delta_that_outgrows_its_message_reaches_the_next_forward(kind):
+    ranks(2).run(grows_as_fsdp2, kind)
+
+
 def find_late() -> None:
     """Let the last rank report a write one forward too late, as CUDA may, and check that all ranks raise."""
     model, optimizer, _ = build(EXACT)
