@@ -154,7 +154,7 @@ class SelfAttention(nn.Module):
         if cache is not None:
             assert inputs.places is not None, "a key-value cache needs `places`, the positions of the new tokens"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)
-        # ---- attention; for it each context-parallel rank gets all tokens of some heads
+        # ---- compute attention; with context parallelism, each rank computes it for all tokens of some heads
         if self.context_parallel:
             q, k, v = heads_for_tokens(q, k, v, self.cp)
         when, draws, in_graph = self.recompute_core, self.dropout > 0.0, self.qkv.tp.size == 1

@@ -122,7 +122,7 @@ class GPTModel(nn.Module):
             With a head, the head's result. Otherwise, with labels, the losses [B, S] fp32. Otherwise the logits
             [B, S, V/T] of this rank's slice of the padded vocabulary, which has V tokens and is split over T tp ranks.
         """
-        # ---- positions of the tokens, and this cp rank's slice of the sequence
+        # ---- compute the positions of the tokens, and take this cp rank's slice of each sequence
         (batch, seq), device = tokens.shape, tokens.device
         if cache is not None:
             position_ids = cache.positions(seq)

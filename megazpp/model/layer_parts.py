@@ -268,8 +268,8 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor, *, norm: Norm | None = None) -> torch.Tensor:
         """Return the MLP's output for norm(x), or for x if `norm` is None; backward may recompute the norm."""
         layers = [self.fc1] if self.gate is None else [self.fc1, self.gate]
-        # Column-parallel matrix products: [S, B, H], or [S/T, B, H] with sequence parallelism, -> [S, B, F/T]. SwiGLU
-        # has two of them, up and gate.
+        # Column-parallel matrix products over T ranks, from H to F channels for S tokens of B sequences: [S, B, H], or
+        # [S/T, B, H] with sequence parallelism, -> [S, B, F/T]. SwiGLU has two such products, up and gate.
         parts = normed(norm, x, then=lambda x: column_parallel(x, layers), recompute=self.recompute_norm)
         return recomputed(self._inside, *parts, then=self.fc2, when=self.recompute_activation)
 
