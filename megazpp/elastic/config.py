@@ -59,7 +59,7 @@ class ElasticConfig(FeatureConfig):
                 "seconds: give only one"
             )
         for name in ("diloco_listen", "diloco_advertise"):
-            self.host(name)  # called for its ValueError
+            self.host(name)  # raises a ValueError if the flag gives no valid host
         if self.diloco_coordinator is None:
             return
         host, port = parse_address(self.diloco_coordinator, "--diloco-coordinator")

@@ -88,8 +88,8 @@ class Group:
     The fields up to `cell` follow from records, so a restarted coordinator knows them again.
     """
 
-    # number that no other group has. It selects the group's preferred column of samples, and ranks sum contributions in
-    # the order of their groups' slots.
+    # Number that no other joining group or member has. It selects the group's preferred column of samples. Ranks sum
+    # contributions in the order of their groups' slots.
     slot: int
     incarnation: str  # identifier of this start of the group's job
     status: str = "joining"  # "joining" (fetches the outer weights), "member" (takes part) or "out" (removed for good)

@@ -35,7 +35,7 @@ def elastic_parts(parts: Sequence[StatePart], outer: WholeOuter, loop: ElasticLo
         model: the model.
     """
     found = [WholeOuterWeights(model, outer) if part.prefix == MODEL else part for part in parts]
-    return [*found, WholeOuterState(outer, loop)]  # must be last: it restores R, which `WholeOuterWeights` sets too
+    return [*found, WholeOuterState(outer, loop)]  # last, because it restores R, which `WholeOuterWeights` sets too
 
 
 class WholeOuterState(StatePart):
