@@ -145,7 +145,7 @@ def uses_of_a_model() -> None:
             assert [name for name, _ in model.named_children()] == ["words", "blocks", "output"]
         assert {name: type(each) for name, each in model.named_modules()} == names
         assert list(model.state_dict()) == list(get_model_state_dict(model)) == keys
-        # Uses of the model that additional modules or parameters would break: a feature extractor, parameter groups by
+        # Additional modules or parameters would break these uses of the model: a feature extractor, parameter groups by
         # children, copies of all weights, and a strict load of these copies
         features = nn.Sequential(*list(model.children())[:-1])
         assert sum(1 for _ in features.parameters()) == len(keys) - 2
