@@ -64,7 +64,7 @@ class Diloco(Feature):
         return Attached(
             synchronize=LocalSteps(replica_groups, trainer.parts.objective, trainer.guard, dims).after_step,
             evaluation_weights=replica_groups.outer_weights,
-            wait=replica_groups.wait,
+            wait=lambda progress: replica_groups.wait(),
         )
 
 

@@ -78,6 +78,7 @@ class ElasticLoop:
         # numbers of messages and of bytes that this rank has sent to other groups until the last synchronization
         self._counted = 0, 0
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
+        self._is_saved = True  # False after a version of this run that no group has been asked to save
         self._cell: Cell | None = None  # rest of the leased cell: its steps that are not trained yet; None without one
         # cells of the steps since this group's last published contribution; the next contribution lists these cells
         self._cells: list[Cell] = []
@@ -168,16 +169,36 @@ class ElasticLoop:
             self._await_cell(progress)
         return self._progress(progress), leaves or self._cell is None
 
-    def close(self) -> None:
+    def close(self, progress: TrainingProgress) -> None:
         """Leave the run, and close this rank's connections.
 
-        Before it closes them, the rank waits until all live groups have computed the outer weights of this group's
-        version, because they may need messages from this rank.
+        If no other group can save the outer weights any more, because a stop signal has reached all groups, this group
+        saves them. Before a rank closes its connections, it waits until all live groups have computed the outer weights
+        of this group's version, because they may need messages from this rank.
+
+        Args:
+            progress: progress of the training loop at its end.
         """
+        self._agent.tell(leaves=True)
+        if not self._is_saved and self._trainer.run.save is not None and self._axis.share_object(self._is_last()):
+            self._trainer.checkpoints.save(self._merged_progress(progress))
         with contextlib.suppress(OutError):
-            self._agent.tell(leaves=True)
             self._agent.wait(lambda state: state["oldest"] >= self.version, FAREWELL_SECONDS)
         self._agent.close()
+
+    def _is_last(self) -> bool:
+        """Return True if this leaving group is the last one that can save the outer weights of its version.
+
+        Only rank 0 asks the coordinator; the result of other ranks has no meaning. True if the coordinator does not
+        answer within LEAVING_SECONDS, because then no other group can continue the run either.
+        """
+        if self._axis.rank > 0:
+            return False
+        try:
+            state = self._agent.wait(lambda state: state["leaves"] and state, LEAVING_SECONDS)
+        except OutError:
+            return False
+        return state is None or state["saves_last"]
 
     def _seed(self, slot: int) -> None:
         """Seed dropout with the seeds that replica group `slot` has in DiLoCo within one job."""
@@ -387,6 +408,7 @@ class ElasticLoop:
                 self.outer.merge(self.outer.plan.merge_alpha if own and not self._all_merged else 0.0, units)
             self._published = None if own else self._published
             at = self._merged_progress(progress)
+            self._is_saved = bool(commit["saves"])
             if agent.group in commit["saves"]:
                 self._trainer.checkpoints.save(at)
             if commit["evaluates"] == agent.group:
@@ -453,6 +475,7 @@ class ElasticLoop:
         if found is None or set(all_found) != {found}:
             return False
         self.version, self.id, self.merged = found
+        self._is_saved = False
         agent.tell(version=self.version, id=self.id)
         took = time.monotonic() - began
         self._say(

@@ -108,10 +108,17 @@ class Group:
     was_whole: bool = False  # True once all ranks of the group were connected at the same time
     # progress in rank 0's last report, and the time at which this progress last changed, to find a hang
     moved: tuple[Any, float] = (None, 0.0)
-    leaves: bool = False  # True once a rank has reported that the group leaves: by a stop signal, or at the run's end
+    # time in seconds at which a rank first reported that the group leaves, by a stop signal or at the run's end;
+    # infinite before
+    left_at: float = math.inf
     addresses: dict[int, Any] = field(default_factory=dict)  # by connected rank: host and port for other groups
     reports: dict[int, Record] = field(default_factory=dict)  # by connected rank: its last report
     heard: dict[int, float] = field(default_factory=dict)  # by connected rank: time of its last report
+
+    @property
+    def leaves(self) -> bool:
+        """True once a rank has reported that the group leaves the run."""
+        return self.left_at < math.inf
 
 
 class News(NamedTuple):
@@ -164,8 +171,6 @@ class Rounds:
         # time at which a quorum of groups had fetched all chosen contributions of this round, from which the commit
         # waits at most the grace for the fetches of other groups; None before
         self._held_at: float | None = None
-        # time at which all ranks of one group had connected, from which the start waits for other groups; None before
-        self._assembled_at: float | None = None
         # by version and rank: fingerprint of the outer state that a group reported first, to find groups that differ
         self._fingerprints: dict[tuple[int, int], int] = {}
         # by id: time at which a contribution was published, to log how long its group waited for the commit
@@ -236,6 +241,7 @@ class Rounds:
             "exhausted": self.exhausted,
             "done": self.done,
             "live": len(self.live),
+            "saves_last": self._saves_last(name),
             "oldest": min((self.groups[other].reports[0]["version"] for other in self.live), default=self.version),
             "quorum_in": self._seconds_to_quorum(now),
             "grace": self._grace(),
@@ -335,7 +341,8 @@ class Rounds:
         """Store a rank's report, which replaces the rank's earlier reports; `Agent._report` lists its content."""
         group = self.groups[name]
         group.reports[rank], group.heard[rank] = report, now
-        group.leaves = group.leaves or report["leaves"]
+        if report["leaves"]:
+            group.left_at = min(group.left_at, now)
         group.was_whole = group.was_whole or self._is_whole(group)
         done = report["trains"], report["version"], report["steps"], report["wants"]
         if rank == 0 and done != group.moved[0]:
@@ -432,21 +439,19 @@ class Rounds:
         """Start the run with the groups that have connected; call this while the run has no member.
 
         A run that all members have left continues from the newest version of the outer weights that a connected group
-        has, for example from a checkpoint. From the first complete group on, the start waits up to ASSEMBLY_SECONDS for
-        the nominal number of groups.
+        has, for example from a checkpoint. The start waits for the nominal number of groups until the first of the
+        connected groups has been connected for ASSEMBLY_SECONDS.
         """
         whole = {name: group for name, group in self.groups.items() if group.status == "joining" and group.was_whole}
         starts = {name: group.version for name, group in whole.items() if group.version is not None}
+        # Count from the connection of the groups that wait now: one that has left must not shorten their wait
+        waited = now > min((group.since for group in whole.values()), default=now) + ASSEMBLY_SECONDS
         if not starts:
-            if whole and (
-                len(whole) >= self.rules.groups or now > min(g.since for g in whole.values()) + ASSEMBLY_SECONDS
-            ):
+            if whole and (len(whole) >= self.rules.groups or waited):
                 for name in sorted(whole):
                     self._end(name, UNKNOWN)
             return
-        if self._assembled_at is None:
-            self._assembled_at = now
-        if len(whole) < self.rules.groups and now < self._assembled_at + ASSEMBLY_SECONDS:
+        if len(whole) < self.rules.groups and not waited:
             return
         newest = max(starts.values())
         steps = self.merged_steps - (self.commits[newest - 1]["merged"] if newest else 0)
@@ -456,7 +461,6 @@ class Rounds:
         names = sorted(name for name, version in starts.items() if version == newest)
         self._decide({"begin": newest})
         self._decide({"members": names})
-        self.waited_for = set(names)
         self._say(f"the run starts at version {newest} with groups {', '.join(names)}")
 
     def _take_contributions(self, name: str, now: float) -> None:
@@ -630,6 +634,8 @@ class Rounds:
             case {"members": names}:
                 for name in names:
                     self.groups[name].status = "member"
+                # A group that joins during a round is not waited for, because it has less time for its steps
+                self.waited_for = self.waited_for or set(names)
             case {"out": name}:
                 group = self.groups[name]
                 group.status, group.why = "out", record.get("why", "")
@@ -642,7 +648,7 @@ class Rounds:
                 for entry in self.pool.values():
                     self._release(entry["cells"])
                 del self.commits[version:]
-                self.pool = {}
+                self.pool, self.waited_for = {}, set()
                 self._start_round()
                 self._fingerprints = {}
             case {"lease": cell, "group": name}:
@@ -678,7 +684,7 @@ class Rounds:
                 )
 
     def _start_round(self) -> None:
-        self.closed = self._quorum_at = self._held_at = self._assembled_at = None
+        self.closed = self._quorum_at = self._held_at = None
 
     def _release(self, cells: Iterable[Cell]) -> None:
         self.free = sorted([*self.free, *(cell for cell in cells if cell[2] < cell[3])])
@@ -757,6 +763,19 @@ class Rounds:
         origin = self.groups[entry["group"]]
         alive = origin.status == "member" and entry["cid"].startswith(origin.incarnation)
         return alive or any(self._holds(name, entry["cid"]) for name in self.live)
+
+    def _saves_last(self, name: str) -> bool:
+        """Return True if the group `name` leaves and must save its outer weights, because no other group can do so.
+
+        That is the case if all other live groups that save checkpoints leave too, and each of them has reported this
+        earlier or has an older version. So at least the group that was the last to report that it leaves saves.
+        """
+        group = self.groups[name]
+        others = [self.groups[other] for other in self.live - {name} if self.groups[other].saves]
+        own = group.reports[0]["version"] if 0 in group.reports else 0
+        return group.leaves and all(
+            other.leaves and (other.left_at <= group.left_at or other.reports[0]["version"] < own) for other in others
+        )
 
     def _is_idle(self, name: str) -> bool:
         """Return True if a round need not wait for a group: it has no steps to publish, and no samples are free."""

@@ -56,7 +56,8 @@ class Attached:
             trainer does so at the intervals of --save-interval and --eval-interval.
         evaluation_weights: function that returns a context in which the model has the weights to evaluate, for a
             feature that evaluates other weights than it trains.
-        wait: function that the trainer calls after the last step. It waits for the feature's background work.
+        wait: function that the trainer calls after the last step, with the progress of the run. It waits for the
+            feature's background work.
         finish: function that the trainer calls after the last evaluation, with two arguments. The first is a function
             that returns a context in which the model has the weights to evaluate. The second is the last iteration.
     """
@@ -67,7 +68,7 @@ class Attached:
     loader: Callable[[Loader], Loader] = lambda loader: loader
     schedules_actions: bool = False
     evaluation_weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    wait: Callable[[], None] = lambda: None
+    wait: Callable[[TrainingProgress], None] = lambda progress: None
     finish: Callable[[Callable[[], AbstractContextManager[None]], int], None] = lambda weights, step: None
 
 

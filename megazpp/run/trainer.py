@@ -519,7 +519,7 @@ class Trainer:
                 synchronize=next((each.synchronize for each in self.attached if each.synchronize is not None), None),
             )
             for attached in self.attached:
-                attached.wait()
+                attached.wait(progress)
             self.step_recorder.close()
             self.checkpoints.finish()
         return progress

@@ -50,6 +50,7 @@ class Group:
         self.cells: list[list[int]] = []
         # True if the group tells the coordinator that it trains, so that missing steps count as a hang
         self.trains = False
+        self.leaves = False  # True once the group's job has caught a stop signal
         self.unreached: set[str] = set()  # groups to which this group cannot connect
 
     @property
@@ -82,7 +83,7 @@ class Group:
             "trains": self.trains and self.cell is not None,
             "wants": self.wants,
             "joined": self.joined,
-            "leaves": False,
+            "leaves": self.leaves,
             "sent_bytes": 0,
             "unreached": dict.fromkeys(self.unreached, "host:1: timed out"),
         }
@@ -384,6 +385,24 @@ def test_first_group_of_each_folder_saves_and_groups_without_one_do_not():
     assert [commit["saves"] for commit in world.rounds.commits] == [["g1", "g2"]] * len(world.rounds.commits)
 
 
+def test_last_group_that_leaves_saves_if_all_groups_leave():
+    world = World()
+    for index, folder in enumerate(("f", "f", "")):
+        world.start(index, folder)
+    world.wait(1)
+
+    def savers() -> list[int]:
+        return [index for index in range(2) if world.state(index)["saves_last"]]
+
+    assert not savers()
+    for leaving, expected in ((1, []), (0, [0])):
+        world.groups[leaving].leaves = True
+        world.wait(0.5)
+        assert savers() == expected  # group 2, which goes on, has no folder
+    world.rounds.groups["g1"].reports[0]["version"] = 1
+    assert world.rounds.state("g1", 0, world.now)["saves_last"]  # its weights are newer than those of group 0
+
+
 def test_row_of_a_version_has_steps_lateness_waiting_and_what_happened_since():
     """Group 0 publishes 2.5 s before group 1. Group 2 is killed while it has four steps on lease."""
     world = world_with_contributions(3, publish=[0])
@@ -526,6 +545,36 @@ def test_contribution_that_only_its_own_group_holds_is_not_committed():
     world.fetch(1, 1)
     world.wait(5)
     assert world.rounds.version == 1
+
+
+def test_restarted_coordinator_waits_for_the_same_groups_in_the_first_round():
+    world = World(RULES._replace(grace=math.inf))
+    for index in range(2):
+        world.start(index)
+    world.wait(61)
+    world.restart_coordinator()
+    for index in range(2):
+        world.connect(index)
+    world.settle()
+    assert world.rounds.waited_for == {"g0", "g1"}
+    world.start(2)
+    world.go(1)
+    assert world.rounds.members == {"g0", "g1", "g2"}
+    assert world.rounds.waited_for == Rounds(world.journal).waited_for == {"g0", "g1"}
+
+
+def test_start_waits_anew_if_the_group_that_began_the_wait_has_left():
+    world = World()
+    world.start(0)
+    world.wait(20)
+    world.kill(0)
+    world.wait(100)
+    world.start(1)
+    world.wait(55)
+    assert not world.rounds.members
+    world.start(2)
+    world.wait(10)
+    assert world.rounds.members == world.rounds.waited_for == {"g1", "g2"}
 
 
 def test_version_whose_holders_died_during_the_grace_is_not_committed():

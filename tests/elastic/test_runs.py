@@ -263,6 +263,24 @@ def test_signal_ends_one_group_and_the_others_train_its_samples(new_site):
     site.check_all_merged_once(60)
 
 
+def test_signals_to_all_groups_save_the_newest_outer_weights(tmp_path, new_site):
+    """No group is left to save the outer weights at the next save interval, and a restart continues from the save."""
+    folder = str(tmp_path / "saved")
+    site = new_site("--train-iters", "3000", "--save", folder, "--load", folder, outer=OUTER[:2])
+    a, b = site.start("a"), site.start("b")
+    site.wait_for_version(3, a, b)
+    for group in (a, b):
+        group.process.terminate()
+    finish(a, b)
+    merged = site.commits()[-1]["merged"]
+    assert [path.name for path in Path(folder).glob("iter_*")] == [f"iter_{merged // 2:07d}"]
+    a, b = site.start("a"), site.start("b")
+    site.coordinator.wait_for(f"the run starts at version {len(site.commits())} with groups a, b")
+    for group in (a, b):
+        group.process.terminate()
+    finish(a, b)
+
+
 def test_group_with_other_flags_or_another_secret_is_refused_by_flag(tmp_path, new_site):
     site = new_site("--train-iters", "150")
     a = site.start("a")
