@@ -88,10 +88,9 @@ def _checkpoints_of(run_dir: Path) -> Path | None:
     missing or damaged.
     """
     try:
-        values = json.loads(read_small_file(run_dir / FLAGS))
-    except (OSError, ValueError, RecursionError):
+        save = json.loads(read_small_file(run_dir / FLAGS))["save"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    save = values.get("save") if isinstance(values, dict) else None
     return Path(save if isinstance(save, str) else run_dir / "checkpoints").resolve()
 
 

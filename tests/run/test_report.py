@@ -67,6 +67,7 @@ def test_only_a_run_that_saves_where_it_loads_continues_the_records(tmp_path):
         # another run has its checkpoints elsewhere, and uses the run folder now
         (lambda home: RunFolder(home / "a/run").write_json("args.json", {"save": "/x"}), "a/ck", (None, "w", False)),
         (lambda home: (home / "a" / "run" / "args.json").write_text("[1"), "a/ck", (None, "w", False)),
+        (lambda home: (home / "a" / "run" / "args.json").write_text("[1]"), "a/ck", (None, "w", False)),
     ],
     ids=["copy", "copy-beside", "copy-of-ck", "moved", "ck-moved", "link", "run-moved", "reused", "damaged"],
 )
