@@ -143,7 +143,7 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
 
 
 def _add_to_experts(experts: Experts, branches: list[Branch], settings: AdapterSettings) -> None:
-    """Add LoRA adapters to the matrices of a layer's experts that `branches` lists.
+    """Add LoRA adapters to those matrices (gate, fc1, fc2) of a layer's experts that `branches` lists.
 
     Raises:
         ValueError: torch's grouped matrix product, which computes all experts at once on this device, does not support

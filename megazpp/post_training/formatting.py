@@ -458,7 +458,7 @@ def _tokenize(
 
 
 def _margin(record: Record) -> float:
-    """Return by how much the preferred answer's score should be higher: the column `margin` of a line, or 0 without it.
+    """Return the number by which the preferred answer's score should be higher: the column `margin` of a line, or 0.
 
     Raises:
         ValueError: the column has another value than a finite number.

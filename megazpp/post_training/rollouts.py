@@ -267,7 +267,7 @@ class RolloutLoader(StatePart):
     def metrics(self) -> Mapping[str, float]:
         """Return the metrics of the current generation by TRL's names, equal on all ranks.
 
-        The time of sampling is returned only once per generation.
+        Only the first call in each generation also returns the time of sampling, because further steps do not sample.
         """
         once, self._once = self._once, {}
         assert self._buffer is not None
