@@ -175,7 +175,7 @@ def _pack_kernel(
 
 @triton.jit
 def _pack_exact(x, messages, start, left, payload, EXACT: tl.constexpr, WHOLE: tl.constexpr):
-    """Copy one tile of elements that are not quantized into the message, converted to the dtype EXACT."""
+    """Copy one tile of unquantized elements into the message, converted to the dtype EXACT."""
     out = (messages + payload).to(tl.pointer_type(EXACT))
     for first in tl.range(0, _TILE, tiles.STRIP):
         values = tiles.load_elements(x + start + first, left - first, WHOLE)

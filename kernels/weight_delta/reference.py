@@ -102,7 +102,7 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
         c = int(found[0]) if sparse else kind
         places = found[1 : 1 + kind].long() if sparse else torch.arange(BLOCK, device=found.device)
         k = _parameters(c, exponents[index][places])
-        # ---- decode the changes z of the block's changed elements from the remainders and the unary quotients
+        # ---- decode the changes z of the block's encoded elements from the remainders and the unary quotients
         bits = _bits(found[1 + kind :] if sparse else found)
         starts = k.cumsum(0) - k
         remainders = [int(_number(bits[a : a + n])) for a, n in zip(starts.tolist(), k.tolist(), strict=True)]

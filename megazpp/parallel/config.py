@@ -138,5 +138,5 @@ class NcclConfig(Config):
     """
 
     nccl_high_priority: bool = flag(True)
-    # 64 CTAs are the limit since NCCL 2.25; before, 32 were.
+    # NCCL's limit is 64 CTAs (channels) per collective since version 2.25, and 32 in earlier versions.
     nccl_cross_max_ctas: int | None = flag(None, must_be="positive", most=(64, "NCCL's limit"))

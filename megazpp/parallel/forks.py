@@ -69,8 +69,7 @@ def _be_new(
     """Give this fork the state of a new process, call `main`, and exit with its exit status.
 
     The state is a separate session, default handlers for the signals `handled`, the signal mask `blocked`, and the
-    variables `env` in the environment.
-    SIGHUP stays ignored in a job that nohup has started.
+    variables `env` in the environment. SIGHUP stays ignored in a job that nohup has started.
     """
     code = EXIT_ERROR
     try:

@@ -239,7 +239,7 @@ class Watchdog:
                 flush=True,
             )
         else:
-            # A launcher kills all ranks of a host when one exits: give the host's first rank time to print before that.
+            # A launcher kills all ranks of a host when one exits. So give the host's first rank time to print `reason`.
             time.sleep(1.0)
         leave(EXIT_HANG)
 

@@ -128,7 +128,7 @@ def worker_process(
             if place.local_rank == 0:
                 UserError(str(error)).show()
             else:
-                # A launcher kills all ranks of a host when one exits: give local rank 0 time to print.
+                # A launcher kills all ranks of a host when one exits: give local rank 0 time to print the error.
                 time.sleep(REPORT_SECONDS)
             leave(EXIT_USER_ERROR)
         watchdog = Watchdog(store, place, config, restarts=restarts).start()

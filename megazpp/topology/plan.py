@@ -73,7 +73,7 @@ def plan_layout(
             f"{numbers(fitting)} would fit"
         )
 
-    # Each copy is sharded over local x cross ranks. Expert parallelism stays inside a local domain.
+    # Each copy of the model is sharded over local x cross ranks. Expert parallelism stays inside a local domain.
     local = min(data // replicas, per_domain)
     cross = data // replicas // local
     if ep not in (fitting := nested_sizes(min(tp * local, domain), min(tp * local, domain))):

@@ -243,7 +243,7 @@ class Unit:
             zeros = torch.zeros_like(gathered, dtype=gathered.grad_dtype if in_grad else dtype, requires_grad=False)
             if dtype is None:
                 gathered.grad = zeros
-            else:  # other parameters have accumulated gradients in `dtype`; FSDP2 reduces a unit in a single dtype
+            else:  # use the dtype of the unit's accumulated gradients, because FSDP2 reduces a unit in one dtype
                 parameter.unsharded_accumulated_grad = zeros
 
     def has_gradients(self, indices: Sequence[int]) -> bool:
