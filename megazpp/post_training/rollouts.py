@@ -1,5 +1,7 @@
 """Data loading for GRPO and PPO: completions that are sampled from the policy, rewarded, and then trained on.
 
+Sampling, rewarding and the buffer are in one file, because all of them depend on the numbers of a generation's rows.
+
 One generation samples the completions for `slices` x `passes` optimizer steps, and keeps them in a buffer. Its stages:
 
     sample          each data rank samples the completions that it trains on, while the policy's weights stay gathered;
@@ -21,10 +23,11 @@ Legend: n completions of this data rank, N completions of all ranks, S tokens of
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +60,9 @@ from megazpp.zero.sharding import Sharding, WeightHandle
 # Fields of a batch that a checkpoint stores besides tokens and loss mask. The first five fields are left out: they are
 # the fields of a `MicroBatch`, which can be computed from tokens and loss mask.
 _KNOWN = RolloutBatch._fields[5:]
+# Fields of the configs of post-training and of sampling that decide neither which completions a generation has, nor
+# what the buffer stores about each completion. A run that is resumed with another value keeps the checkpoint's buffer.
+_FREE = ("log_completions", "rollouts_at_once", "eval_on_start", "sample_prompt")
 
 
 @dataclass
@@ -288,7 +294,8 @@ class RolloutLoader(StatePart):
         place = f"rollout.{self._dims.data_rank}"
         found = {f"{place}.{name}": x for name, x in own.items() if x is not None}
         metrics = {f"metric.{name}": torch.tensor(value, dtype=torch.float64) for name, value in self._metrics.items()}
-        return {"rollout.number": number, "rollout.table": table} | found | metrics
+        settings = torch.frombuffer(bytearray(self._settings(), "utf-8"), dtype=torch.uint8)
+        return {"rollout.number": number, "rollout.table": table, "rollout.settings": settings} | found | metrics
 
     def accept(self, tensors: Mapping[str, torch.Tensor], iteration: int) -> list[str]:
         self._buffer, self._metrics = None, {}
@@ -303,14 +310,18 @@ class RolloutLoader(StatePart):
         if parts:
             whole = {name: torch.cat([found[rank] for rank in sorted(found)]) for name, found in parts.items()}
             order = {row: place for place, row in enumerate(whole["rows"].tolist())}
-            if len(order) != (total := self.global_batch_size * self.config.slices):
+            then, now = json.loads(bytes(tensors["rollout.settings"].tolist())), json.loads(self._settings())
+            changed = [f"--{name.replace('_', '-')}" for name, value in now.items() if then.get(name) != value]
+            if changed:
                 return [
-                    f"the {len(order)} completions of the checkpoint are dropped, because a generation now has {total}"
+                    f"the {len(order)} completions of the checkpoint are dropped, because they were sampled and "
+                    f"rewarded with other values of {', '.join(changed)}"
                 ]
             mine = torch.tensor([order[row] for row in self._rows()])
             known = {name: x[mine] for name, x in whole.items()}
             batch = make_rollout_batch(known["tokens"], known["mask"], **{x: known[x] for x in _KNOWN if x in known})
             self._buffer = Buffer(tensors["rollout.number"], tensors["rollout.table"], known["rows"], batch)
+            self._used_up = False  # a checkpoint that is saved before the next step needs the buffer as well
         return []
 
     def judged(self, prompts: Sequence[Prompt], drawn: Drawn, texts: Sequence[str]) -> torch.Tensor:
@@ -339,6 +350,16 @@ class RolloutLoader(StatePart):
     def summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all data ranks, on the tensor's own device. All ranks call this."""
         return self._dims.sum_over_data_(sums.to(self._device)).to(sums.device)
+
+    def _settings(self) -> str:
+        """Return the values of the flags that decide a generation's completions and the buffer, as JSON by field name.
+
+        A checkpoint stores this text. A resumed run uses the checkpoint's buffer only if its own text is equal.
+        """
+        values = asdict(self.config) | asdict(self.sampler.config)
+        given = {"global_batch_size": self.global_batch_size, "reward_funcs": self._reward_names}
+        kept = {name: value for name, value in values.items() if name not in _FREE}
+        return json.dumps(kept | given | {"reward_weights": self.reward_weights})
 
     def _generate(self, number: int, iteration: int, *, first_prompt: int) -> Buffer:
         """Sample the completions of one generation, and compute rewards and advantages. All ranks call this.

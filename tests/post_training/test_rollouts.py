@@ -42,6 +42,9 @@ CASES = {
     "ppo of experts": PostCase(post=PPO, model=MIXTURE),
 }
 ZEROPP = ZeroConfig(zeropp=True)
+DROPPED = (
+    "the 16 completions of the checkpoint are dropped, because they were sampled and rewarded with other values of"
+)
 
 
 def open_loader(case: PostCase) -> RolloutLoader:
@@ -304,8 +307,38 @@ def test_rollouts_resume_with_the_next_prompts_at_another_batch_size(post, steps
     expected = [[order[number].columns["number"] for number in numbers] for numbers in before + after]
     assert [numbers[:: post.group_size] for numbers in used] == expected
     assert drawn == draws
-    dropped = ["the 16 completions of the checkpoint are dropped, because a generation now has 8"]
+    dropped = [f"{DROPPED} --global-batch-size"]
     assert notes == (dropped if steps % (post.slices * post.passes) else [])
+
+
+def resume_with_other_flags(case: PostCase) -> list[list[str]]:
+    """Resume inside a buffer with other values of flags, and train on it; return the notes for each change."""
+    before = open_loader(case)
+    before.step(0, BATCH)
+    sampler, notes = before.sampler, []
+    cooler = dataclasses.replace(sampler.config, sample_temperature=0.5)
+    changes: list[dict[str, Any]] = [
+        {"config": dataclasses.replace(case.post, beta=0.1), "reference": lambda batch: torch.zeros_like(batch.labels)},
+        {"config": dataclasses.replace(case.post, num_generations=2, scale_rewards="batch")},
+        {"sampler": dataclasses.replace(sampler, config=cooler)},
+        {"sampler": dataclasses.replace(sampler, functions=[*sampler.functions, RewardFunction("odds", evens)])},
+        {"reward_weights": [2.0]},
+        {"config": dataclasses.replace(case.post, rollouts_at_once=4)},
+    ]
+    for change in changes:
+        after = dataclasses.replace(before, **change)
+        notes.append(after.accept(before.tensors(), 1))
+        assert set(after.tensors()) == (set() if notes[-1] else set(before.tensors()))
+        batches = after.step(BATCH, BATCH)
+        assert all((batch.ref_logps is None) == (after.reference is None) for batch in batches)
+        after.metrics()
+    return notes
+
+
+def test_buffer_of_a_run_with_other_flags_is_dropped_by_their_names():
+    (notes,) = ranks(1).run(resume_with_other_flags, PostCase(post=LATER, micro_batch_size=4))
+    changed = ("beta", "num-generations, --scale-rewards", "sample-temperature", "reward-funcs", "reward-weights")
+    assert notes == [*([f"{DROPPED} --{names}"] for names in changed), []]
 
 
 def go_through(case: PostCase) -> None:
