@@ -86,7 +86,7 @@ INSTEAD = [
     (r"^python tools/train_tokenizer.py.*", r"\g<0> --vocab-size 600"),
     (r"^python tools/preprocess_data.py.*", r"\g<0> --workers 1"),
     (r"^python tools/(evaluate|generate).py.*", r"\g<0> --nproc 1 --tensor-model-parallel-size 1"),
-    (r"^python tools/evaluate.py.*", r"\g<0> --eval-iters 1"),
+    (r"^python tools/evaluate.py(?!.*--input).*", r"\g<0> --eval-iters 1"),
     (r"^python tests/gpu_check/gpu_check.py.*", r"\g<0> --help"),  # test_gpu_check.py runs the parts of the GPU check
     (r"^python tools/generate.py(?!.*--temperature 0).*", r"\g<0> --sample-tokens 4"),
 ]

@@ -61,7 +61,7 @@ def hint_for(name: str, supported: Collection[str], known: Collection[str]) -> s
     remedies = {
         other: remedy
         for other, remedy in read_other_flags().items()
-        if {*re.findall(r"--[\w-]+", remedy)} <= {*supported}
+        if other not in supported and {*re.findall(r"--[\w-]+", remedy)} <= {*supported}
     }
     if name in remedies:
         return f": use {remedies[name]}"

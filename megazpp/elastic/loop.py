@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megazpp.base.address import Address
-from megazpp.base.program import MEGA
+from megazpp.base.program import MEGA, UserError
 from megazpp.diloco.config import RUN_DEPENDENT, DilocoPlan
 from megazpp.elastic.agent import Agent, OutError
 from megazpp.elastic.config import ElasticConfig, ElasticPlan
@@ -102,7 +102,15 @@ class ElasticLoop:
 
         Args:
             progress: progress of the loaded checkpoint, or of a new run.
+        Raises:
+            UserError: the loaded checkpoint has no state of an elastic run, but its steps would count as merged.
         """
+        if progress.iteration > 0 and self.id == NO_COMMIT:
+            load = self._trainer.run.config.checkpoint.load
+            raise UserError(
+                f"--load {load}: iteration {progress.iteration} has no version of the outer weights, so no elastic run "
+                "can continue it: to start an elastic run with its weights, give --finetune and another folder by --save"
+            )
         name = self._flags.diloco_group or socket.gethostname()
         name, incarnation = self._axis.share_object((name, secrets.token_hex(8)))
         hello: Record = {"group": name, "rank": self._axis.rank, "incarnation": incarnation}

@@ -68,7 +68,7 @@ class WholeOuterState(StatePart):
             DamagedError: a parameter's R or momentum is missing in the checkpoint.
         """
         if VERSION not in loaded:
-            return ["the elastic run starts at version 0, because the checkpoint is not of an elastic run"]
+            return []
         for name, prefix in (("rows", COMMON), ("momentum", MOMENTUM)):
             if missing := self._outer.values(name).keys() - under(prefix, loaded).keys():
                 raise DamagedError(
