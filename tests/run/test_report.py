@@ -69,7 +69,18 @@ def test_only_a_run_that_saves_where_it_loads_continues_the_records(tmp_path):
         (lambda home: (home / "a" / "run" / "args.json").write_text("[1"), "a/ck", (None, "w", False)),
         (lambda home: (home / "a" / "run" / "args.json").write_text("[1]"), "a/ck", (None, "w", False)),
     ],
-    ids=["copy", "copy-beside", "copy-of-ck", "moved", "ck-moved", "link", "run-moved", "reused", "damaged", "no-object"],
+    ids=[
+        "copy",
+        "copy-beside",
+        "copy-of-ck",
+        "moved",
+        "ck-moved",
+        "link",
+        "run-moved",
+        "reused",
+        "damaged",
+        "no-object",
+    ],
 )
 def test_run_continues_its_own_records_after_folders_were_changed(change, where, found, tmp_path):
     saved = make(tmp_path / "a")
