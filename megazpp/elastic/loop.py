@@ -108,8 +108,8 @@ class ElasticLoop:
         if progress.iteration > 0 and self.id == NO_COMMIT:
             load = self._trainer.run.config.checkpoint.load
             raise UserError(
-                f"--load {load}: iteration {progress.iteration} has no version of the outer weights, so no elastic run "
-                "can continue it: to start an elastic run with its weights, give --finetune and another folder by --save"
+                f"--load {load}: iteration {progress.iteration} has no version of the outer weights, so no elastic "
+                "run can continue it: to start one with its weights, give --finetune and another folder by --save"
             )
         name = self._flags.diloco_group or socket.gethostname()
         name, incarnation = self._axis.share_object((name, secrets.token_hex(8)))
