@@ -178,7 +178,7 @@ def test_position_on_a_schedule_counts_its_steps_or_samples():
     assert schedule_ratio(of_batch(8, IN_SAMPLES, twice), of_batch(8, STEPS)) * 560 == 40 * 8
     converted = dataclasses.replace(RECORD, progress=at, flags={}, layout={})
     assert schedule_ratio(converted, of_batch(8, STEPS)) == 1
-    # a checkpoint from before the first step has no position, so a batch size of 8 changes nothing
+    # before the first step the schedule has not advanced, so another batch size does not rescale its position
     assert schedule_ratio(of_batch(16, STEPS), of_batch(8, STEPS)) == 1
 
 

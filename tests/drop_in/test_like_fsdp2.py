@@ -637,7 +637,7 @@ def under_other_defaults(mode: str) -> Run:
     """Train while torch's default device and dtype differ from those of the model, as in programs that set bf16."""
     run = Run(mode)
     run.backward(0)
-    run.step()  # the first step lets AdamW create its state on the default device
+    run.step()  # in its first step AdamW creates its state, which must not be on the device "meta" that is set below
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("meta"):

@@ -248,9 +248,10 @@ def test_write_reaches_the_next_forward_of_a_partly_frozen_model(name, part, wor
 
 
 def average_weights(config: dict[str, Any] | None) -> list[float]:
-    """Evaluate with an exponential moving average of the weights after each step, and return all losses.
+    """Train, evaluate after each step with a moving average of the weights and with the weights, and return all losses.
 
-    The average is swapped with the weights by views that share no version counter with the parameters.
+    The average is swapped in through views that have version counters of their own, so the parameters' counters do not
+    show these writes to ZeRO++.
     """
     model, optimizer, _ = build(config, adam=True)
     average = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -141,9 +141,9 @@ FRAGMENTS = "--num-layers 3 --diloco-steps 6 --diloco-fragments 2"
     ],
 )
 def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_site, flags, iterations, steps):
-    """Compare elastic DiLoCo with fixed groups, two ranks each: outer weights, momentum and R have equal bits.
+    """Compare elastic DiLoCo without faults with DiLoCo of fixed groups: outer weights, momentum and R have equal bits.
 
-    R is the common copy of the outer weights.
+    A group has two ranks. R is the copy of the outer weights to which all groups apply the same rounded 4-bit steps.
     """
     common = (*flags.split(), "--train-iters", str(iterations), "--save")
     site = new_site(*common, str(tmp_path / "elastic"), "--diloco-wait-for-all", nproc=2)

@@ -198,7 +198,7 @@ class CopyingAxis(MeshAxis):
         return mine.clone() if out is None else out.copy_(mine)
 
     def all_to_all(self, x: torch.Tensor, *, of: str = "") -> torch.Tensor:
-        """Return a copy of x, as if every other rank sent what this rank sends."""
+        """Return a copy of x, as if each other rank sent back the part of x that this rank sends to it."""
         return x.clone()
 
 

@@ -87,10 +87,10 @@ def saved_tensors() -> Iterator[list[torch.Tensor]]:
 
 
 def build_gpt(config: GPTConfig, *, dropout_seed: int = 11, scalar_head: bool = False, **options: Any) -> GPTModel:
-    """Build a GPT that is sliced over all ranks of the job.
+    """Build a GPT with tensor parallelism over all ranks of the job.
 
-    The unsharded weights are equal in every call. Dropout masks follow from `dropout_seed`. `options` are fields of
-    LayerSettings.
+    The complete weights, of which each rank has a part, are equal in every call. `dropout_seed` seeds the dropout
+    masks. `options` are keyword arguments of `LayerSettings`.
     """
     tp = tp_axis()
     seed_everything(dropout_seed, data_rank=0, tp_rank=tp.rank)

@@ -70,11 +70,12 @@ class DeepSpeedCosts(ClusterCosts):
 
 
 class MegatronCosts(ClusterCosts):
-    """Costs of Megatron-LM's attention without flash attention, whose scores are stored and recomputed in backward.
+    """Costs of Megatron-LM's attention without flash attention: its scores are stored, and recomputed in backward.
 
-    Forward, recomputation and backward compute 2, 2 and 4 products of all scores, of which a causal kernel needs half.
-    Softmax and dropout also pass over the scores: 4.5 times in forward, as often in recomputation, and 5.5 times in
-    backward. A pass reads or writes 2 bytes per score; a pass over dropout's mask counts as half.
+    For S tokens, forward, recomputation and backward take 2, 2 and 4 matrix products with the complete S x S matrix of
+    scores. A causal kernel computes only half of this matrix. Softmax and dropout also pass over the scores: 4.5 times
+    in forward, as often in recomputation, and 5.5 times in backward. A pass reads or writes 2 bytes per score; a pass
+    over dropout's mask counts as half.
     """
 
     products, passes = 2 + 2 + 4, 4.5 + 4.5 + 5.5

@@ -9,7 +9,8 @@ from helpers.program import ROOT, run_program
 from helpers.tiers import chosen
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
-# examples that the slow tier runs (the nightly tier runs all); tests/drop_in covers other loops, and experts
+# The examples that the slow tier runs. The nightly tier runs all examples, because tests/drop_in already has the
+# training loops of the others, and mixtures of experts.
 DISTINCT = ("own_loop", "trainer")
 NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_llama": "torchtitan"}
 

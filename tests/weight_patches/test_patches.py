@@ -174,7 +174,10 @@ def test_damaged_weights_are_refused(chain):
 
 
 def test_incomplete_files_are_not_read(chain):
-    """Remove files of single ranks, as if these ranks were still writing; the reader must use only complete steps."""
+    """Remove one rank's weight patch, as if this rank were still writing it.
+
+    The reader must use only steps of which the files of all ranks exist.
+    """
     (chain / "patch-000005-00000-of-00002.safetensors").unlink()
     reader = PatchReader(chain.parent)
     assert reader.advance() == newest_step(chain.parent) == 4
