@@ -83,9 +83,10 @@ class Settings:
         return value
 
     def each(self, key: str, *allowed: Any) -> list[Any]:
-        """Return the value of `key`, a list with one item per layer; raise ValueError for an item not in `allowed`.
+        """Return the list at `key` of the model's config.json, with one item per layer; [] if the key is missing.
 
-        A missing value gives an empty list.
+        Raises:
+            ValueError: an item is not in `allowed`, or the value is not a list.
         """
         items = self._get(key, [])
         for item in items if isinstance(items, list) else [items]:

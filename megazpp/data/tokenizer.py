@@ -190,7 +190,10 @@ class SpecialTokens(NamedTuple):
         return [] if ids[: len(before)] == before else before, [] if last == after else after
 
     def __str__(self) -> str:
-        """Return the end of `Tokenizer.identity`, which names the special tokens; "" if this run adds none."""
+        """Return the text that names the special tokens that this run adds, "" for none: the end of the identity.
+
+        `Tokenizer.identity` is the text that distinguishes tokenizers.
+        """
         return f"-{self.before}{self.after}" if self.number else ""
 
 

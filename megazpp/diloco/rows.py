@@ -101,10 +101,12 @@ class OuterRows:
         return rows
 
     def as_dtensors(self, rows: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return copies of rows of this unit as DTensors by parameter name, sharded like the parameters.
+        """Return copies of this unit's outer values, such as weights or momentum, as DTensors by parameter name.
+
+        The DTensors are sharded like the parameters.
 
         Args:
-            rows: [G, S] fp32, S elements for each of G replica groups, such as R.
+            rows: [G, S] fp32, this rank's part of the values: S elements for each of G replica groups.
         """
         shards = [torch.empty_like(shard) for shard in self.unit.shards()]
         with torch.no_grad():

@@ -79,8 +79,9 @@ class ProgramGather(TwoHopGather):
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
     def start_early(self, since: Moment) -> bool:
-        """Start the cross-node hop early; see `TwoHopGather.start_early`.
+        """Start the cross hop of this unit's weights before FSDP2 gathers the unit, as `TwoHopGather.start_early` does.
 
-        The hop does not start if the program has cast the unit's parameters since the last gather.
+        The hop does not start if the program has changed the dtype of the unit's parameters since the last gather,
+        because the buffers for the hop have the size of the old dtype.
         """
         return self._dtypes == self.unit.gather_dtypes and super().start_early(since)

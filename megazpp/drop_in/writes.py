@@ -428,8 +428,8 @@ class WriteWatch:
 
         Torch calls this hook before the forward of each FSDP2 module.
         """
-        # In the backward of a model, activation checkpointing repeats its forwards, which use the same weights. Other
-        # models may also run a forward then, for which ranks must vote.
+        # In a backward of this model, activation checkpointing repeats the model's forwards. They use the weights on
+        # which ranks have voted, so there is no further vote. A forward in another model's backward needs a vote.
         if in_backward_of(module):
             return
         # While a forward of the outermost module runs, only modules inside of it begin forwards. A forward of another

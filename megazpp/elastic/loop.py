@@ -385,9 +385,9 @@ class ElasticLoop:
     # ---- new versions of the outer weights, and the run's progress ----------------------------------------------
 
     def _catch_up(self, progress: TrainingProgress) -> None:
-        """Apply all commits that rank 0 knows to the outer and inner weights.
+        """Apply all commits that the group's rank 0 has received to the outer and inner weights.
 
-        After each commit, save a checkpoint, or evaluate held-out data, if the commit assigns this to the group.
+        If a commit says that this group has to save or to evaluate the new version, do so after applying the commit.
         """
         agent = self._agent
         target = self._agreed(lambda state: (state["version"],))[0]

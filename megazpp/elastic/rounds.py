@@ -3,18 +3,19 @@
 The decisions are about groups (which groups take part), rounds (which contributions an outer step merges) and leases
 (which group trains which samples). `Rounds` receives events, each with the time at which it happened, and `tick` makes
 the decisions that are due. Every fact that a restarted coordinator must know is a record: `_decide` passes the record
-to `_apply`, which changes the state, and adds it to the news. The coordinator writes new records to its journal before
-any rank sees the new state. A coordinator that starts again applies the records of the journal, so it needs no other
-recovery.
+to `_apply`, which changes the state, and then adds the record to the news, which are the records that are not in the
+journal yet. The coordinator writes them to its journal before any rank sees the new state. A coordinator that starts
+again applies the records of the journal, so it needs no other recovery.
 
 This is one file of more than 300 lines, because each decision depends on all parts of the state.
 
 Version v of the outer weights is the result of v committed outer steps. The step to version v + 1 changes fragment v
 modulo P, where P is the number of fragments. A contribution is a group's outer gradient since version `base`, from the
-training steps that the group has taken since its contribution before. The samples of a run are a table of G columns,
-one per nominal group. Each block of rows has the training steps between two synchronizations (H / P). A cell
-[block, column, first, stop] is a range of steps of one block in one column. At any time a cell is free, leased to a
-group, part of a published contribution, or merged by a commit. Only records change that, so no step is merged twice.
+training steps that the group has taken since its previous contribution. The samples of a run are a table of G columns,
+one per nominal group, with a row per training step. A block is the rows between two synchronizations: H / P rows, if
+each fragment synchronizes every H steps. A cell [block, column, first, stop] is a range of steps of one block in one
+column. At any time a cell is free, leased to a group, part of a published contribution, or merged by a commit. Only
+records change this, so no step is merged twice.
 
 A group is joining (it has no state of the current version yet), a member, or out. Out is final for an incarnation,
 which is one start of the group's job. A member is live while all of its ranks are connected.

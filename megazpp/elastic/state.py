@@ -92,12 +92,13 @@ class WholeOuterWeights(Weights):
         return self._outer.values("outer")
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Set the outer weights, and R (the common copy of the outer weights), to the loaded weights.
+        """Set this group's outer weights and R to the loaded weights.
 
-        If the checkpoint contains R, `WholeOuterState` later replaces R by the stored values.
+        R is the copy of the outer weights that all groups have in common, without what quantization has not sent yet.
+        If the checkpoint also contains R, `WholeOuterState` later replaces R by the checkpoint's.
 
         Returns:
-            Lines for the log.
+            notes for the log about values that the checkpoint does not have.
         """
         self._outer.set_values("outer", loaded)
         self._outer.set_values("rows", loaded)

@@ -288,7 +288,11 @@ class HostShard:
 
     @torch.no_grad()
     def allocate(self, memory: HostMemory) -> None:
-        """Allocate the unit's states in host memory, and replace FSDP2's sharded parameters by views of the weights."""
+        """Allocate the unit's fp32 weights, moments, gradients and partial sums in host memory.
+
+        FSDP2's sharded parameters are replaced by views of these fp32 weights, so that an update of the weights also
+        updates the parameters.
+        """
         self.memory, self._trained = memory, self.unit.trained
         if self._trained:
             self.gradients, weights, *self.moments = memory.new_buffers(STATES, self.size)

@@ -395,10 +395,10 @@ class TransformerLayer(nn.Module):
             x: residual stream before this layer.
             inputs: attention mask, rotary angles and offsets of documents.
             cache: key-value cache of this layer, for generation; None in training.
-            kept: items of the result of `_kept`: none, or a `Kept` with the router's decisions for full recomputation.
+            kept: for full recomputation of a mixture of experts, a `Kept` with the router's decisions; otherwise none.
 
         Returns:
-            The result of `_run`.
+            The residual stream after the layer.
         """
         masks = self.dropout.draw(x), self.dropout.draw(x)
         if self.settings.compiled:

@@ -350,20 +350,24 @@ def _products_by_matrix(
     gated: Gating,
     adapters: dict[str, ExpertAdapter],
 ) -> torch.Tensor:
-    """Compute the result of `_looped_products` matrix by matrix, and add the outputs of LoRA adapters.
+    """Compute the outputs of this rank's experts, and add the outputs of LoRA adapters.
 
-    With torch's grouped matrix product, one call multiplies the matrices of all experts. R is the number of rows, H the
-    hidden size, and F the size of an expert's hidden layer.
+    Each row is multiplied by the gate and up matrices of its expert, gated, and multiplied by the output matrix. Each
+    of these three products is computed for all experts before the next one, by one call of torch's grouped matrix
+    product or by a loop over experts. R is the number of rows, H the hidden size, and F the size of an expert's hidden
+    layer.
 
     Args:
         rows: [R, H] rows of all experts of this rank, sorted by expert.
-        gate: [experts F, H] gate matrices.
-        fc1: [experts F, H] up matrices.
-        fc2: [experts F, H] transposed output matrices.
+        gate: [experts * F, H] gate matrices.
+        fc1: [experts * F, H] up matrices.
+        fc2: [experts * F, H] transposed output matrices.
         sizes_or_ends: list of the number of rows of each expert, for a loop over experts; or the cumulative sum of
             these numbers [experts], for torch's grouped matrix product.
         gated: function that returns silu(gate) * up.
         adapters: adapters by the name of the matrix that they adapt, gate, fc1 or fc2; {} for none.
+    Returns:
+        [R, H] outputs of the experts.
     """
 
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -259,7 +259,7 @@ def _let_others_read(worker: Worker) -> None:
     print why the job ends. So rank 0 waits up to three seconds until all ranks have read the failure. All ranks of a
     job on several hosts call this function after a failure.
     """
-    with contextlib.suppress(Exception):  # the process that hosts the store has ended
+    with contextlib.suppress(Exception):  # raised if the store's process has ended; then nobody waits for this rank
         key = f"{FAILURES.format(worker.restarts)}/read"
         worker.store.add(key, 1)
         if worker.rank == 0 and os.environ.get(AGENT_STORE) != "True":

@@ -178,7 +178,8 @@ def read_cluster(path: str | Path) -> Cluster:
 def cluster_text(cluster: Cluster) -> str:
     """Return the description of `cluster` as YAML text, which `read_cluster` reads.
 
-    Bandwidths and latencies are rounded to six digits. The cluster's notices are left out.
+    Bandwidths and latencies are rounded to six significant digits. `Cluster.notices`, the messages for the user about
+    the cluster, are left out.
     """
     content: dict[str, Any] = {"nodes": cluster.num_nodes, "ranks_per_node": cluster.ranks_per_node}
     if cluster.domain_size is not None:

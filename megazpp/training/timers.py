@@ -206,7 +206,7 @@ def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
         iteration: iteration of the measured step.
         seconds: compute seconds of each rank in the step.
     """
-    median = statistics.median_low(seconds)  # for two ranks, the time of the faster rank
+    median = statistics.median_low(seconds)  # compares the slower of two ranks with the faster one
     by_time = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
     slow = [rank for rank in by_time if seconds[rank] > SLOW * median > 0.0]
     shown = ", ".join(f"rank {rank} {seconds[rank] / median:.2f} x" for rank in slow[:SHOWN_RANKS])

@@ -171,7 +171,10 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         return self._context.codec(self.unit.segments, self._plan.fmt, self._context.precision.param_dtype)
 
     def drop(self) -> None:
-        """Record that the unit's weights have changed, so that the next use sends whole weights between nodes."""
+        """Forget which of the unit's weights were sent, so that the next use sends whole weights, not deltas, to nodes.
+
+        Other code than the optimizer has changed the weights, for example by loading a checkpoint.
+        """
         self._made_from = self._received = self._after_step = None
 
     def before_step(self) -> None:
