@@ -211,9 +211,12 @@ class Agent:
     def _connect(self, gives_up: Callable[[OSError], bool]) -> Channel:
         """Connect to the coordinator, with new attempts until `gives_up` returns True for the error of an attempt.
 
+        If a group that starts has to wait for the coordinator, a line in its log says so.
+
         Raises:
             OutError: `gives_up` returned True before the coordinator could be reached.
         """
+        has_said = self.state is not None
         while True:
             try:
                 return connect(self._coordinator, self._secret, seconds=HEARTBEAT_SECONDS)
@@ -224,6 +227,9 @@ class Agent:
                         f"--diloco-coordinator {self._coordinator} cannot be used: {error}"
                         + ("" if isinstance(error, WireError) else f"; {remedy}")
                     ) from error
+                if not has_said:
+                    self._say(f"waiting for the coordinator at {self._coordinator}, which cannot be reached: {error}")
+                    has_said = True
                 time.sleep(RETRY_SECONDS)
 
     def _keep_connection(self) -> None:

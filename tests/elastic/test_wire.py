@@ -15,11 +15,28 @@ from helpers.disks import small_disk
 from megazpp.base.address import Address, parse_address
 from megazpp.base.files import DamagedError
 from megazpp.elastic import wire
+from megazpp.elastic.agent import Agent, OutError
+from megazpp.elastic.config import ElasticConfig
 from megazpp.elastic.coordinator import Coordinator, Journal, Outbox, SupersededError
+from megazpp.elastic.rounds import NO_COMMIT
 from megazpp.elastic.wire import AuthenticatedListener, Channel, WireError, connect, read_secret
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 HERE = Address("127.0.0.1", 0)
+
+
+def test_group_says_at_once_that_it_waits_for_the_coordinator(tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    with socket.create_server(HERE) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    flags = ElasticConfig(diloco_coordinator=address, diloco_secret_file=str(tmp_path / "secret"))
+    lines, hello = [], {"group": "a", "version": 0, "id": NO_COMMIT}
+    options = {"snapshot": lambda: ({}, b""), "stopped": lambda: bool(lines), "say": lines.append}
+    with pytest.raises(OutError, match=r"start tools/coordinate\.py there"):
+        Agent(flags, hello, most_bytes=0, **options)
+    (line,) = lines
+    assert line.startswith(f"waiting for the coordinator at {address}, which cannot be reached: ")
 
 
 @pytest.fixture
