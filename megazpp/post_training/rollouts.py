@@ -62,7 +62,8 @@ from megazpp.zero.sharding import Sharding, WeightHandle
 _KNOWN = RolloutBatch._fields[5:]
 # Fields of the configs of post-training and of sampling that decide neither which completions a generation has, nor
 # what the buffer stores about each completion. A run that is resumed with another value keeps the checkpoint's buffer.
-_FREE = ("log_completions", "rollouts_at_once", "eval_on_start", "sample_prompt")
+# Only resumed runs have --ref-checksum. It is compared with the frozen base weights when they are loaded.
+_FREE = ("log_completions", "rollouts_at_once", "eval_on_start", "sample_prompt", "ref_checksum")
 
 
 @dataclass
