@@ -15,11 +15,9 @@ import dataclasses
 import functools
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -36,7 +34,7 @@ from megazpp.checkpoint.state import TrainState
 from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import threads_on
-from megazpp.parallel.dims import raise_on_all_ranks
+from megazpp.parallel.dims import raise_on_all_ranks, ranks_that_share
 
 SHARED_LOCK_SECONDS = 600.0  # longest wait for the lock of --save while another job writes a checkpoint to this folder
 # torch 2.11 and 2.12 close a `DefaultStager` after its first copy, so each save needs a new stager with new memory.
@@ -64,19 +62,17 @@ def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], N
     while not all(seen):
         owner = seen.index(False)
 
-        def lock(owner: int = owner) -> tuple[str, list[str], str]:
+        def lock(owner: int = owner) -> tuple[str, list[str]]:
             if axis.rank != owner:
-                return "", [], ""
+                return "", []
             folder.lock(patience_seconds=SHARED_LOCK_SECONDS if shared else LOCK_SECONDS, say=say)
             folder.shared_id = folder.identify() if shared else ""
-            return socket.gethostname(), folder.recover(), tempfile.mkdtemp(prefix=".", dir=folder.path)
+            return socket.gethostname(), folder.recover()
 
         found = axis.gather_objects(raise_on_all_ranks(axis, lock))
-        host, lines, mark = axis.share_object(found[owner] if found else None)
+        host, lines = axis.share_object(found[owner] if found else None)
         hosts.append(host)
-        seen = axis.share_object(axis.gather_objects(seen[axis.rank] or (folder.path / Path(mark).name).is_dir()))
-        if axis.rank == owner:
-            Path(mark).rmdir()
+        seen = [before or now for before, now in zip(seen, ranks_that_share(axis, folder.path, owner), strict=True)]
         for line in lines:
             say(line)
     folder.num_separate, folder.shared_id = len(hosts), axis.share_object(folder.shared_id)

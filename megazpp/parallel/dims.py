@@ -45,8 +45,10 @@ import functools
 import inspect
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -420,6 +422,28 @@ def open_axis(dims: ParallelDims) -> MeshAxis:
     return MeshAxis(
         "checkpoint", ranks=world.ranks, rank=world.rank, group=group, wire="world", timeline=world.timeline
     )
+
+
+def ranks_that_share(axis: MeshAxis, folder: Path, owner: int = 0) -> list[bool]:
+    """Return for each rank of `axis` True if its host has the same folder as the rank `owner`. All ranks call this.
+
+    Hosts without a shared file system have separate folders at one path. The owner creates a temporary subfolder, and
+    every rank looks for it.
+
+    Args:
+        axis: axis over ranks whose process group can be used for work on files; see `open_axis`.
+        folder: path of the folder, which exists on the owner's host.
+        owner: index of the rank in `axis` that creates the subfolder.
+    Raises:
+        ValueError: the subfolder cannot be created; raised on all ranks.
+    """
+    own = raise_on_all_ranks(axis, lambda: tempfile.mkdtemp(prefix=".", dir=folder) if axis.rank == owner else "")
+    marks = axis.gather_objects(own)
+    mark = axis.share_object(Path(marks[owner]).name if marks else None)
+    shares = axis.share_object(axis.gather_objects((folder / mark).is_dir()))
+    if axis.rank == owner:
+        Path(own).rmdir()
+    return shares
 
 
 def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:

@@ -28,7 +28,6 @@ message between nodes (`weights_left_out` in the log). Training uses these chang
 from __future__ import annotations
 
 import json
-import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -48,7 +47,7 @@ from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks, ranks_that_share
 from megazpp.training.context import make_writable
 from megazpp.zero.config import CommPlan, PrecisionConfig
 from megazpp.zero.sharding import Sharding
@@ -194,28 +193,23 @@ def take_patches_folder(path: str, rank: int) -> tuple[Path, IO[str] | None]:
 def check_shared(folder: Path, world: MeshAxis) -> None:
     """Raise a ValueError on all ranks if the hosts do not share the folder of --save-weight-patches.
 
-    Each rank writes a part of every weight patch, and an inference engine needs all parts in one folder. Rank 0 creates
-    a temporary subfolder, and every rank checks that it sees this subfolder.
+    Each rank writes a part of every weight patch, and an inference engine needs all parts in one folder.
 
     Args:
         folder: path of the folder, which exists on this rank's host.
         world: axis over all ranks of the job.
     """
-    mark = world.share_object(Path(tempfile.mkdtemp(prefix=".", dir=folder)).name if world.rank == 0 else "")
+    shares = ranks_that_share(world, folder)
 
     def check() -> None:
-        """Raise a ValueError if this rank does not see the temporary subfolder that rank 0 has created."""
-        if not (folder / mark).is_dir():
+        """Raise a ValueError if this rank does not see rank 0's folder."""
+        if not shares[world.rank]:
             raise ValueError(
                 f"--save-weight-patches {folder} is a separate folder on each host: choose a folder of a file system "
                 "that all hosts of the job share"
             )
 
-    try:
-        raise_on_all_ranks(world, check)
-    finally:
-        if world.rank == 0:
-            (folder / mark).rmdir()
+    raise_on_all_ranks(world, check)
 
 
 def _is_first_copy(weight: DTensor) -> bool:
