@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Images of Docker often set this. Programs would then write the parts of a line one by one, which mixes ranks' lines
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 import pytest
 import torch

@@ -255,7 +255,7 @@ def launch_workers(main: Callable[[], int], nproc: int, *, max_restarts: int = 0
                     if final in failures.values():
                         return final
                 what_next = f"restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else "the job is over"
-                print(f"{describe_failure(failures)}; {what_next}", file=sys.stderr, flush=True)
+                say(f"{describe_failure(failures)}; {what_next}")
     except KeyboardInterrupt:
         return _ended_by(signal.SIGINT)
     return EXIT_ERROR
@@ -341,7 +341,7 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     if failures and EXIT_USER_ERROR in failures.values():  # the worker has printed its error, so print nothing here
         return EXIT_USER_ERROR, reason, told
     if reason or hosts.over:
-        print(f"{f'{hosts.name}: {reason}' if reason else hosts.over}; the job is over", file=sys.stderr, flush=True)
+        say(f"{f'{hosts.name}: {reason}' if reason else hosts.over}; the job is over")
         return EXIT_ERROR, reason, told
     if hosts.node_rank != 0:  # only host 0 prints the log, so the others say that the job has ended
         say(f"{hosts.name}: the job has ended without errors")
@@ -523,7 +523,7 @@ def _passing_signals_to(
 
 def _ended_by(signum: signal.Signals) -> int:
     """Print that the signal ended the job, and return the launcher's exit code, 128 + the signal's number."""
-    print(f"\nended by {signum.name}", file=sys.stderr)  # starts a new line after a progress bar or the terminal's ^C
+    say(f"\nended by {signum.name}")  # starts a new line after a progress bar or the terminal's ^C
     return 128 + signum
 
 

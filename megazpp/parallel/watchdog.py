@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from megazpp.base.address import store_address
 from megazpp.base.files import cause
-from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave
+from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave, say
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.hosts import wait_until
@@ -197,7 +197,7 @@ class Watchdog:
             if wait_until(lambda: store.check([REPORT]), 2 * ANSWER_SECONDS):
                 host, text = json.loads(store.get(REPORT))
                 if self._place.local_rank == 0 and host != socket.gethostname():
-                    print(f"\n{text}", file=sys.stderr, flush=True)
+                    say(f"\n{text}")
             leave(EXIT_SECONDARY)
         # Increment the counter of failures, so that ranks whose collectives break from now on exit silently.
         self._root.add(FAILURES.format(self._restarts), 1)
@@ -218,7 +218,7 @@ class Watchdog:
                 where = f"the stacks of all ranks are in {file}"
             except OSError as error:  # the folder may exist only on the host of rank 0: print the stacks instead
                 where = f"(the stacks of all ranks could not be written to a file: {cause(error)})\n{text}"
-        print(f"\n{report}\n{where}", file=sys.stderr, flush=True)
+        say(f"\n{report}\n{where}")
         leave(EXIT_HANG)
 
     def _state(self) -> RankState:
@@ -232,11 +232,9 @@ class Watchdog:
         """
         state = self._state()
         if self._place.local_rank == 0:
-            print(
+            say(
                 f"\nwatchdog: {reason} ({store_address()}): that machine, or the link to it, is down\n"
-                f"  rank {self._place.rank} on {state.host}: {state.describe()}\n{state.stacks}",
-                file=sys.stderr,
-                flush=True,
+                f"  rank {self._place.rank} on {state.host}: {state.describe()}\n{state.stacks}"
             )
         else:
             # A launcher kills all ranks of a host when one exits. So give the host's first rank time to print `reason`.

@@ -23,7 +23,6 @@ import re
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -52,6 +51,7 @@ from megazpp.base.program import (
     UserError,
     end_with,
     leave,
+    say,
 )
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.hosts import wait_until
@@ -169,17 +169,15 @@ def _say_whom_it_waits_for(place: RankInfo) -> Iterator[None]:
     print nothing, because the launcher itself waits for other hosts.
     """
 
-    def say() -> None:
+    def say_it() -> None:
         others = f"the other {place.world_size - 1} rank(s) to connect to" if place.rank == 0 else "rank 0 at"
-        print(
+        say(
             f"rank {place.rank} on {socket.gethostname()} has waited {WAIT_SECONDS:g} s for {others} {store_address()} "
             "and goes on waiting. If nothing follows, that address or port is wrong, a firewall drops the packets, or "
-            "the other ranks have not started",
-            file=sys.stderr,
-            flush=True,
+            "the other ranks have not started"
         )
 
-    timer = threading.Timer(WAIT_SECONDS, say)
+    timer = threading.Timer(WAIT_SECONDS, say_it)
     timer.daemon = True
     if place.world_size > 1 and place.local_rank == 0 and LAUNCHER_PID not in os.environ:
         timer.start()
@@ -238,17 +236,16 @@ def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
     if isinstance(error, BrokenPipeError) and _reader_is_gone():
         return EXIT_READER_GONE  # the reader of stdout has ended, as in `| head`
     if isinstance(error, KeyboardInterrupt):
-        print("\ninterrupted", file=sys.stderr)
+        say("\ninterrupted")
         return 128 + signal.SIGINT
     if BROKEN.search(str(error)) and isinstance(error, RuntimeError):
-        print(
+        say(
             f"\nrank {worker.rank} on {host}: the connection to another rank is broken, and no rank has reported an "
-            f"error, so a process or a host was killed, or the link is down: {PLACE_IN_GLOO.sub('', words[0])}",
-            file=sys.stderr,
+            f"error, so a process or a host was killed, or the link is down: {PLACE_IN_GLOO.sub('', words[0])}"
         )
         return EXIT_ERROR
-    text = "".join(traceback.format_exception(error))
-    print(f"\nrank {worker.rank} failed:\n{text}", file=sys.stderr, end="")  # starts a new line after a progress bar
+    text = "".join(traceback.format_exception(error)).rstrip()
+    say(f"\nrank {worker.rank} failed:\n{text}")  # starts a new line after a progress bar
     return EXIT_ERROR
 
 
@@ -278,7 +275,7 @@ def _say_who_failed(worker: Worker) -> None:
     except Exception:  # the process that hosts the store has ended, or the link to it is down
         host, text = "", f"the connection to rank 0's host ({store_address()}) was lost"
     if host != here:
-        print(f"\nrank {worker.rank} on {here} ends: {text}", file=sys.stderr)
+        say(f"\nrank {worker.rank} on {here} ends: {text}")
 
 
 def _reader_is_gone() -> bool:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import gc
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megazpp.base.program import handling, lasting_output
+from megazpp.base.program import handling, lasting_output, say
 from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.comm_queue import HostCopy
 from megazpp.parallel.dims import ParallelDims
@@ -316,7 +315,7 @@ def catching_signals(stops: StopConditions, *, answers: bool = False) -> Iterato
         if signum == signal.SIGINT:
             signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process even in a blocked collective
             if answers:
-                print("\nfinishing this step; press Ctrl-C again to stop now", file=sys.stderr)
+                say("\nfinishing this step; press Ctrl-C again to stop now")
 
     with handling(STOP_SIGNALS, catch), lasting_output(functools.partial(signal.raise_signal, signal.SIGHUP)):
         yield

@@ -7,7 +7,6 @@ costs no time on ranks and in iterations that are not profiled.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from megazpp.base.files import cause, first_free, renamed_when_done
+from megazpp.base.program import say
 from megazpp.training.config import MOST_ALLOCATIONS, ProfilerConfig
 from megazpp.training.context import RunContext
 
@@ -114,4 +114,4 @@ def _write(path: Path, write: Callable[[str], object]) -> None:
         with renamed_when_done(path.with_name(f".unfinished-{path.name}"), path, synced=False) as unfinished:
             write(str(unfinished))
     except OSError as error:
-        print(f"warning: {path} cannot be written: {cause(error)}", file=sys.stderr)
+        say(f"warning: {path} cannot be written: {cause(error)}")
