@@ -28,6 +28,7 @@ REPORTED = ("version", "fingerprint", "steps", "seconds", "trains", "unsent", "w
 REPORT_SECONDS = 0.25  # interval between two reports to the coordinator
 RETRY_SECONDS = 0.3  # wait before a lost connection or a failed fetch is tried again
 FETCH_SECONDS = 10.0  # limit for each read and write of a connection between two groups
+SNAPSHOT_SECONDS = 120.0  # limit for each read of a snapshot, which the peer first copies to its host memory
 
 
 class OutError(JobError):
@@ -150,11 +151,11 @@ class Agent:
         Returns:
             the id of the contribution, which is the same on all ranks of the group.
         """
+        digest = hashlib.sha256(data).hexdigest()  # may take seconds, in which reports must not wait for the lock
         with self._changed:
             cid = f"{self._hello['incarnation']}.{self._numbers}"
             self._numbers += 1
             self._messages[cid] = data
-            digest = hashlib.sha256(data).hexdigest()
             entry = {"base": self.version, "tokens": tokens, "steps": steps, "cells": cells, "digest": digest}
             self._published[cid] = entry
         self._report()
@@ -177,7 +178,7 @@ class Agent:
         Returns:
             a record with the snapshot's version, and its bytes.
         """
-        return self._fetch(address, {"wants": "snapshot"})
+        return self._fetch(address, {"wants": "snapshot"}, seconds=SNAPSHOT_SECONDS)
 
     def seconds_to_quorum(self) -> float | None:
         """Return the seconds until the coordinator expects the quorum of this rank's round.
@@ -357,9 +358,12 @@ class Agent:
             with self._changed:
                 self._flying.discard(entry["cid"])
 
-    def _fetch(self, address: Address, request: Record) -> tuple[Record, bytearray]:
-        """Send a request to the rank at `address` of another group; return (JSON object of the answer, bulk data)."""
-        channel = connect(address, self._secret, seconds=FETCH_SECONDS)
+    def _fetch(self, address: Address, request: Record, *, seconds: float = FETCH_SECONDS) -> tuple[Record, bytearray]:
+        """Send a request to the rank at `address` of another group; return (JSON object of the answer, bulk data).
+
+        `seconds` is the limit for connecting and for each read.
+        """
+        channel = connect(address, self._secret, seconds=seconds)
         try:
             channel.send(request)
             return channel.receive_data(self._most_bytes)

@@ -3,8 +3,8 @@
 Both sides of a connection prove that they know the run's secret: each sends a random number and answers with an
 HMAC-SHA256 over both numbers. Every message is then a frame of JSON with a MAC over the frame's number and content. The
 key of the MAC belongs to one direction of one connection, so no frame can be forged, repeated, reordered or sent back.
-Bulk data follows a frame that contains the length and the SHA-256 of the data. Nothing is encrypted: use a VPN such as
-WireGuard over the open internet. This file uses the standard library only, so the coordinator does not need torch.
+Bulk data follows a frame with its length, and precedes a frame with its SHA-256. Nothing is encrypted: use a VPN such
+as WireGuard over the open internet. This file uses the standard library only, so the coordinator does not need torch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ GREETING = b"megazpp elastic 1\n"
 # Sizes in bytes: of each side's random number in the handshake, of a MAC (HMAC-SHA256), and of the longest JSON message
 # that is sent or accepted
 NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
+# Bytes of bulk data that one call sends. A socket's time limit holds for a whole call: a slow link needs small parts.
+PART_BYTES = 1 << 16
 HANDSHAKE_SECONDS = 10.0  # limit for each read and write until the peer has proved that it knows the secret
 NO_SECRET = b"all groups are on this machine"  # secret of a run without a secret file
 _HEAD = struct.Struct("!I")  # header of a frame: the length of the frame's JSON in bytes
@@ -122,17 +124,22 @@ class Channel:
         """Send a message, then bulk data. No other thread may send on this connection meanwhile.
 
         Args:
-            message: JSON object; the keys "bytes" and "sha256" are added to it.
+            message: JSON object; the key "bytes" is added to it.
             data: the bulk data, which the peer gets from `receive_data`.
         """
-        self.send(message | {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-        self._sock.sendall(data)
+        self.send(message | {"bytes": len(data)})
+        digest, view = hashlib.sha256(), memoryview(data)
+        for start in range(0, len(data), PART_BYTES):
+            part = view[start : start + PART_BYTES]
+            digest.update(part)
+            self._sock.sendall(part)
+        self.send(digest.hexdigest())
 
     def receive_data(self, most_bytes: int) -> tuple[dict[str, Any], bytearray]:
         """Wait for a message that was sent by `send_data`, and return the message and its bulk data.
 
         Raises:
-            WireError: the data is longer than `most_bytes`, or its SHA-256 is not the one in the message.
+            WireError: the data is longer than `most_bytes`, or its SHA-256 is not the one that the peer has sent.
         """
         message = self.receive()
         if not 0 <= message["bytes"] <= most_bytes:
@@ -141,7 +148,7 @@ class Channel:
                 "the connection"
             )
         data = self._read(message["bytes"])
-        if hashlib.sha256(data).hexdigest() != message["sha256"]:
+        if hashlib.sha256(data).hexdigest() != self.receive():
             raise WireError(
                 "bulk data from the peer was damaged on the way, and is dropped: its SHA-256 is not the announced one"
             )

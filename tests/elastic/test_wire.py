@@ -168,9 +168,9 @@ def test_bulk_data_must_match_its_digest_and_size():
 
     def serve(channel: Channel) -> None:
         request = channel.receive()
-        described = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        channel.send(described)
+        channel.send({"bytes": len(data)})
         raw(channel, data if request == "good" else data[:-1] + b"x")
+        channel.send(hashlib.sha256(data).hexdigest())
         channel.receive()
 
     listener = AuthenticatedListener(HERE, SECRET, serve)
@@ -185,6 +185,30 @@ def test_bulk_data_must_match_its_digest_and_size():
         fetch("bad", len(data))
     with pytest.raises(WireError, match="at most 10 are expected"):
         fetch("good", 10)
+
+
+def test_bulk_data_may_take_longer_than_the_limit_of_a_read():
+    data = bytes(1 << 20)
+
+    def serve(channel: Channel) -> None:
+        channel._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
+        channel.set_timeout(0.2)
+        channel.send_data({}, data)
+
+    listener = AuthenticatedListener(HERE, SECRET, serve)
+    channel = connect(listener.address, SECRET, seconds=5)
+    channel._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 15)
+    read = channel._read
+
+    def read_slowly(length: int) -> bytearray:
+        parts = []
+        for start in range(0, length, 1 << 16):
+            time.sleep(0.03)
+            parts.append(read(min(1 << 16, length - start)))
+        return bytearray().join(parts)
+
+    channel._read = read_slowly
+    assert channel.receive_data(len(data))[1] == data
 
 
 def test_secret_file_that_others_can_read_or_that_is_short_is_refused(tmp_path):
