@@ -12,6 +12,7 @@ from pathlib import Path
 import emulate_cluster
 import pytest
 from emulate_cluster import EmulatedCluster, parse_rate
+from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program
 from helpers.refusals import not_refused
 
@@ -111,7 +112,7 @@ def test_interfaces_carry_the_bytes_that_a_run_prints(tmp_path, monkeypatch, fla
             run = f"--train-iters {steps} --run-dir {steps} --eval-iters 0 --sample-tokens 0 --no-save-to-run-dir"
             command = f"{ROOT}/pretrain_gpt.py --global-batch-size 8 {run} {flags}"
             before = sum(node.sent for node in cluster.uplink_bytes())
-            assert cluster.start([sys.executable, *command.split()]).wait() == 0
+            assert cluster.start([str(forked_python()), *command.split()]).wait() == 0
             carried.append(sum(node.sent for node in cluster.uplink_bytes()) - before)
             rows = json.loads(Path(f"{steps}/summary.json").read_text())["traffic"]
             printed.append(2 * sum(row["sent_bytes"] for row in rows if row["wire"] == "cross"))
