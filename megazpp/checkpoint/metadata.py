@@ -189,7 +189,8 @@ SCORE_PAD = "score_pad"  # padding token of a converted reward model, which scor
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
 TEXT = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
 DATA = (
-    *("seed", *PLACES, *TEXT, "seq_length", "train_iters", "train_samples", "rampup_batch_size", "eval_iters"),
+    *("seed", *PLACES, *TEXT, "seq_length", "max_length", "train_iters", "train_samples"),
+    *("rampup_batch_size", "eval_iters"),
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
     *("packing", "assistant_only_loss", "completion_only_loss"),
     *("num_generations", "steps_per_generation", "num_iterations", "num_ppo_epochs", "num_mini_batches"),

@@ -69,7 +69,7 @@ class PostTraining:
 
     def __init__(self, run: OpenRun) -> None:
         self.parsed, self.config, self.plan, self.run = run.parsed, run.config, run.plan, run.context
-        self._stops = run.stops
+        self._stops, self._start = run.stops, run.checkpoint
         self.post, self.form, self.rewards, self.lora, self.weights = post_configs(run.parsed)
         self._opener = adapter_opener(self.config.sections)
         self._temperature = self.config.section(SampleConfig).sample_temperature if self.post.draws else 1.0
@@ -104,7 +104,7 @@ class PostTraining:
             validation_metric="reward" if self.post.draws else "lm_loss",
             has_perplexity=self.post.objective == "sft",
             whole_samples=False,
-            flags={} if adapted is None else {"ref_checksum": adapted.settings.checksum},
+            flags=self._recorded_flags(),
             states=states,
             observers=() if synced is None else (synced.step,),
             generate_flags=None if self.post.objective == "reward" else self._generate_flags,
@@ -113,6 +113,17 @@ class PostTraining:
             evaluates_first=self.post.eval_on_start,
             samples=self._samples,
         )
+
+    def _recorded_flags(self) -> dict[str, Any]:
+        """Return the flags that checkpoints record in addition to the command line's values or in place of them.
+
+        A short --max-length does not shorten the context of the model, which generate.py and exports read from the flag
+        --seq-length of the checkpoint.
+        """
+        assert self._start is not None, "post-training begins with a checkpoint"
+        longest = max(self.form.max_length, self._start.record.flags.get("seq_length") or 0)
+        checksum = {} if self._adapted is None else {"ref_checksum": self._adapted.settings.checksum}
+        return {"seq_length": longest, **checksum}
 
     def take_reference(self) -> None:
         """Copy the policy's weights to the reference model of --sync-ref-model, if the run has this flag.
