@@ -7,7 +7,6 @@ hardly depend on how busy the machine is, but a slower machine needs a larger li
 
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from typing import Any
 
 import psutil
@@ -70,10 +69,7 @@ class FileSeconds:
 
 
 def tree_seconds() -> float:
-    """Return the CPU seconds of this process and all its descendants, except the own seconds of the fork server.
-
-    The fork server of `multiprocessing` imports modules in the background, which is not the work of one test file.
-    """
+    """Return the CPU seconds of this process and all its descendants."""
     me, total = psutil.Process(), 0.0
     for process in (me, *me.children(recursive=True)):
         try:
@@ -81,7 +77,5 @@ def tree_seconds() -> float:
         # the process has just ended, so its parent counts its seconds among those of its children
         except psutil.NoSuchProcess:
             continue
-        total += times.children_user + times.children_system
-        if process.pid != forkserver._forkserver._forkserver_pid:
-            total += times.user + times.system
+        total += times.user + times.system + times.children_user + times.children_system
     return total

@@ -58,6 +58,7 @@ for signum in passed:
     signal.signal(signum, signal.SIG_DFL)
 os.kill(os.getpid(), -code)
 """
+_servers: list[subprocess.Popen] = []  # a server ends when this process closes the server's standard input
 
 
 @functools.cache
@@ -74,9 +75,12 @@ def forked_python(*modules: str) -> Path:
     client.write_text(CLIENT.format(python=sys.executable, address=address))
     client.chmod(0o755)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command, pipe = [sys.executable, __file__, address, *(modules or MODULES)], subprocess.PIPE
-    server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, start_new_session=True)
-    assert server.stdout.read(1), "the server has ended"
+    with socket.socket(socket.AF_UNIX) as listener:  # clients can connect at once, and wait for the server's imports
+        listener.bind(address)
+        listener.listen()
+        files = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()]}
+        words = [sys.executable, __file__, str(listener.fileno()), *(modules or MODULES)]
+        _servers.append(subprocess.Popen(words, env=env, start_new_session=True, **files))
     return client
 
 
@@ -89,10 +93,8 @@ def end_with_tests() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def serve(address: str, *modules: str) -> None:
-    """Import the modules once, then fork for every client that connects to the Unix socket at `address`."""
-    ready = os.dup(1)
-    os.dup2(2, 1)  # imported modules may print to stdout, from which `forked_python` reads
+def serve(file: str, *modules: str) -> None:
+    """Import the modules once, then fork for every client that connects to the listening Unix socket `file`."""
     sys.path.remove(str(Path(__file__).parent))
     gc.disable()
     for name in modules:
@@ -102,10 +104,8 @@ def serve(address: str, *modules: str) -> None:
     # garbage collection in a fork then skips these objects, so the fork shares their memory pages with the server
     gc.freeze()
     gc.enable()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
-        listener.listen()
-        os.write(ready, b"!")  # tell `forked_python` that the server accepts connections
+    with socket.socket(fileno=int(file)) as listener:
+        python = str(Path(listener.getsockname()).with_name("python"))
         while True:
             connection, _ = listener.accept()
             _, files, _, _ = socket.recv_fds(connection, 1, 3)
@@ -115,7 +115,7 @@ def serve(address: str, *modules: str) -> None:
             if child == 0:
                 listener.close()
                 connection.close()
-                sys.executable = str(Path(address).with_name("python"))
+                sys.executable = python
                 enter_namespaces(client)
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 become(words, cwd, env, files)

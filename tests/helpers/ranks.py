@@ -6,12 +6,13 @@ raises an exception, the test fails with that rank's traceback, and new workers 
 """
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
-import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -85,15 +86,39 @@ def ranks(world_size: int) -> Ranks:
 
 
 def start_server() -> None:
-    """Start the fork server, from which all worker processes are forked; it imports slow modules in the background."""
-    forkserver.set_forkserver_preload(["helpers.ranks_imports"])
+    """Fork the server from which all worker processes are forked. They have imported what this process has imported.
+
+    Call this before anything has started threads, such as process groups do.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the fork server searches modules only along this path
+        patch.setattr("multiprocessing.util.spawnv_passfds", _fork_server)
         forkserver.ensure_running()
 
 
+def _fork_server(python: str, command: list[str], passed: list[int]) -> int:
+    """Run the fork server of `multiprocessing` in a fork of this process, not in a new Python as multiprocessing does.
+
+    Args:
+        python: path of the interpreter; unused.
+        command: arguments of the interpreter, which end with "-c" and the server's code.
+        passed: the server's files: its socket, and the end of a pipe on which it waits for the end of this process.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # pytest-xdist has a thread, which does not matter here
+        child = os.fork()
+    if child:
+        return child
+    try:
+        for file in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if file not in passed and os.path.sameopenfile(file, passed[1]):
+                    os.close(file)  # the pipe's other end, which only the process that runs the tests may keep open
+        exec(command[-1], {})
+    finally:
+        os._exit(0)
+
+
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    assert "torch" in sys.modules, "the fork server silently skips modules that it cannot import"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
