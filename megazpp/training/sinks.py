@@ -96,6 +96,7 @@ class WandbSink:
         own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
         # Steps before `_first` are not recorded. It is 0 unless wandb's server has refused to rewind the run.
         self._wandb, self._first = wandb, 0
+        self._step = 0  # wandb's step of the last recorded values
         self._settings = settings | {"tags": [*dict.fromkeys([*tags, *own_tags])]}
         self._open(resume="allow")
 
@@ -142,7 +143,9 @@ class WandbSink:
         """Record scalars at an iteration, unless wandb's server has kept that iteration from before a resume."""
         if iteration < self._first:
             return
-        self._run.log({**scalars, "iteration": iteration, "samples": consumed_samples}, step=iteration)
+        # wandb would drop an iteration that a run repeats after a rewind, or that an elastic group repeats
+        self._step = iteration if iteration >= self._step else self._step + 1
+        self._run.log({**scalars, "iteration": iteration, "samples": consumed_samples}, step=self._step)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
         """Add the results of the run, by name, to the summary of the wandb run."""
