@@ -3,8 +3,8 @@
 Threads keep a connection to the coordinator, fetch contributions (packed outer gradients) of other groups, and serve
 contributions and snapshots of the outer state. A rank exchanges data only with the ranks of the same index in other
 groups. The training loop publishes a contribution, waits for commits, and reads the messages of a commit. Each report
-to the coordinator, and each state from it, is complete and replaces all earlier ones. So a lost connection loses
-nothing.
+to the coordinator, and each state from it, replaces all earlier ones, and a new connection begins with complete ones.
+So a lost connection loses nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megazpp.base.address import Address, parse_address
 from megazpp.base.program import JobError, user_errors
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record
-from megazpp.elastic.wire import AuthenticatedListener, Channel, WireError, connect
+from megazpp.elastic.wire import RETRY_SECONDS, AuthenticatedListener, Channel, WireError, connect
 
 if TYPE_CHECKING:
     from megazpp.elastic.config import ElasticConfig
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 # Attributes of `Agent` that its reports to the coordinator contain
 REPORTED = ("version", "fingerprint", "steps", "seconds", "trains", "unsent", "wants", "joined", "leaves", "sent_bytes")
 REPORT_SECONDS = 0.25  # interval between two reports to the coordinator
-RETRY_SECONDS = 0.3  # wait before a lost connection or a failed fetch is tried again
 FETCH_SECONDS = 10.0  # limit for each read and write of a connection between two groups
 SNAPSHOT_SECONDS = 120.0  # limit for each read of a snapshot, which the peer first copies to its host memory
 
@@ -269,11 +268,14 @@ class Agent:
     def _take_in(self, state: Record) -> None:
         """Store a new state of the run from the coordinator, and drop messages that no group needs any more.
 
+        A state without commits has the commits of the state before it.
+
         Raises:
             OutError: the coordinator has removed this group from the run, or the run has gone back to a version before
                 this group's.
         """
         with self._changed:
+            state = (self.state or {}) | state
             if state["status"] == "out":
                 raise OutError(
                     f"the coordinator has declared group {self.group} out: {state['why']}; start its job again"

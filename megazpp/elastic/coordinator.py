@@ -143,27 +143,31 @@ def _checksum_after(checksum: int, record: dict) -> int:
 class Outbox:
     """The newest state of the run that one rank has not received yet; a thread per rank sends it.
 
-    Each state replaces the one before it. So a rank whose link is down delays neither the decisions of the coordinator
-    nor the states of other ranks.
+    The entries of each state replace those of the one before it. So a rank whose link is down delays neither the
+    decisions of the coordinator nor the states of other ranks.
 
     Args:
         channel: connection to the rank.
+    Attributes:
+        known: id of the run's version in the last state that was put here; None before.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._changed = channel, threading.Condition()
         self._state: Record | None = None
         self._is_last = False
+        self.known: str | None = None
 
     def put(self, state: Record | None, *, is_last: bool = False) -> None:
         """Replace the state that waits to be sent to the rank.
 
         Args:
-            state: state of the run; None sends no further state.
+            state: entries of the run's state that may have changed; None sends no further state.
             is_last: True to close the connection after this state.
         """
         with self._changed:
-            self._state, self._is_last = state, is_last
+            self._state = None if state is None else (self._state or {}) | state
+            self._is_last = is_last
             self._changed.notify()
 
     def send(self) -> None:
@@ -263,7 +267,8 @@ class Coordinator:
             self._pushed_at = now
             for outbox, (name, rank) in self._outboxes.items():
                 is_last = self._rounds.groups[name].status == "out"
-                outbox.put(self._rounds.state(name, rank, now), is_last=is_last)
+                outbox.put(self._rounds.state(name, rank, now, known=outbox.known), is_last=is_last)
+                outbox.known = self._rounds.id_of(self._rounds.version)
 
     def _serve(self, channel: Channel) -> None:
         """Register the rank at the other end of `channel`, and receive its reports until the connection ends."""
@@ -293,7 +298,8 @@ class Coordinator:
             outbox.close()
             with self._lock:
                 del self._outboxes[outbox]
-                self._rounds.disconnect(name, incarnation, rank, time.monotonic())
+                if (name, rank) not in self._outboxes.values():  # else the rank has connected again before this
+                    self._rounds.disconnect(name, incarnation, rank, time.monotonic())
 
 
 def serve_until_ended(coordinator: Coordinator) -> int:

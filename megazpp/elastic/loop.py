@@ -26,6 +26,7 @@ from megazpp.elastic.agent import Agent, OutError
 from megazpp.elastic.config import ElasticConfig, ElasticPlan
 from megazpp.elastic.outer import WholeOuter
 from megazpp.elastic.rounds import NO_COMMIT, Cell, Record
+from megazpp.elastic.wire import RETRY_SECONDS
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.dims import open_axis
 from megazpp.parallel.timeline import WAIT
@@ -43,7 +44,6 @@ LEAVING_SECONDS = 10.0  # limit of the wait of a group that leaves, for the comm
 # Limit of the wait of a group that leaves, for other groups that may still fetch messages from it
 FAREWELL_SECONDS = 60.0
 POLL_SECONDS = 20.0  # longest time that rank 0 waits for the coordinator while the other ranks wait in a collective
-RETRY_SECONDS = 0.3  # wait after a snapshot could not be fetched
 SMOOTHING = 0.3  # weight of the last step in the moving average of the seconds per step
 
 

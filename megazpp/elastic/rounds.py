@@ -229,15 +229,15 @@ class Rounds:
         """
         return self.commits[version - 1]["id"] if version else NO_COMMIT
 
-    def state(self, name: str, rank: int, now: float) -> Record:
+    def state(self, name: str, rank: int, now: float, *, known: str | None = None) -> Record:
         """Return the state of the run that the coordinator sends to rank `rank` of the group `name`.
 
-        Each state is complete, so a rank needs only the last state that it has received.
+        The commits are most of its bytes. It has no entry "commits" if the run's version has the id `known`: the rank
+        then has these commits from an earlier state.
         """
         group = self.groups[name]
-        kept = range(max(1, self.version - self._num_kept + 1), self.version + 1)
         own = {key: getattr(group, key) for key in ("status", "why", "slot", "granted", "cell", "leaves")}
-        return own | {
+        found = own | {
             "version": self.version,
             "exhausted": self.exhausted,
             "done": self.done,
@@ -247,17 +247,18 @@ class Rounds:
             "quorum_in": self._seconds_to_quorum(now),
             "grace": self._grace(),
             "pool": {cid: self._for_rank(entry, rank) for cid, entry in self.pool.items()},
-            "commits": {
-                str(version): self.commits[version - 1]
-                | {"set": [self._for_rank(entry, rank) for entry in self.commits[version - 1]["set"]]}
-                for version in kept
-            },
             "peers": {
                 other: {"member": peer.status == "member", "address": peer.addresses.get(rank)}
                 for other, peer in self.groups.items()
                 if other != name and peer.status != "out"
             },
         }
+        return found if self.id_of(self.version) == known else found | {"commits": self._kept_commits(rank)}
+
+    def _kept_commits(self, rank: int) -> dict[str, Record]:
+        """Return the commits whose messages all groups keep, by version, as one rank needs them."""
+        kept = self.commits[-self._num_kept :]
+        return {str(c["commit"]): c | {"set": [self._for_rank(entry, rank) for entry in c["set"]]} for c in kept}
 
     def take_news(self) -> News:
         """Return the records, log lines and rows of rounds.jsonl since the last call."""

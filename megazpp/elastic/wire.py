@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,11 @@ GREETING = b"megazpp elastic 1\n"
 NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
 # Bytes of bulk data that one call sends. A socket's time limit holds for a whole call: a slow link needs small parts.
 PART_BYTES = 1 << 16
+RETRY_SECONDS = 0.3  # wait before a connection, a fetch, or the acceptance of a connection is tried again
 HANDSHAKE_SECONDS = 10.0  # limit for each read and write until the peer has proved that it knows the secret
+# Most connections at a time whose peers have not proved yet that they know the secret. More wait in the system's queue,
+# so that they cannot use up the threads and the open files of this process.
+MOST_HANDSHAKES = 100
 NO_SECRET = b"all groups are on this machine"  # secret of a run without a secret file
 _HEAD = struct.Struct("!I")  # header of a frame: the length of the frame's JSON in bytes
 _NUMBER = struct.Struct("!Q")  # number of a frame, or length of a value, as 8 bytes that enter a MAC
@@ -218,6 +223,7 @@ class AuthenticatedListener:
         flag: str = "--listen",
     ) -> None:
         self._secret, self._serve, self._refused = secret, serve, refused
+        self._handshakes = threading.Semaphore(MOST_HANDSHAKES)
         try:
             self._server = listen(address)
         except OSError as error:
@@ -235,10 +241,15 @@ class AuthenticatedListener:
 
     def _accept(self) -> None:
         while True:
+            self._handshakes.acquire()
             try:
                 sock, peer = self._server.accept()
-            except OSError:
-                return
+            except OSError:  # this listener is closed, or the process has too many open files for now
+                if self._server.fileno() < 0:
+                    return
+                self._handshakes.release()
+                time.sleep(RETRY_SECONDS)
+                continue
             threading.Thread(target=self._run, args=(sock, peer[0]), daemon=True).start()
 
     def _run(self, sock: socket.socket, peer: str) -> None:
@@ -247,6 +258,8 @@ class AuthenticatedListener:
         except OSError as error:
             self._refused(f"refused a connection from {peer}: {error}")
             return
+        finally:
+            self._handshakes.release()
         try:
             self._serve(channel)
         except (WireError, ValueError, KeyError, TypeError) as error:

@@ -1,5 +1,6 @@
 """Test the authenticated messages of elastic DiLoCo: hostile peers are refused, and the listener goes on."""
 
+import errno
 import hashlib
 import json
 import re
@@ -8,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from helpers.disks import small_disk
@@ -135,6 +137,7 @@ def test_peer_that_does_not_read_delays_no_one_and_gets_the_newest_state():
         sender.start()
         for number in range(100):
             outbox.put({"number": number, "filler": "x" * 200_000})  # more than the kernel keeps for a connection
+        outbox.put({"number": 99, "commits": 7})
         outbox.put({"number": 100}, is_last=True)
         filled.set()
         sender.join()
@@ -142,14 +145,63 @@ def test_peer_that_does_not_read_delays_no_one_and_gets_the_newest_state():
     server = AuthenticatedListener(HERE, SECRET, serve)
     peer = connect(server.address, SECRET, seconds=5)
     assert filled.wait(5)
-    received = [peer.receive()["number"]]
-    while received[-1] < 100:
-        received.append(peer.receive()["number"])
+    states = [peer.receive()]
+    while states[-1]["number"] < 100:
+        states.append(peer.receive())
+    received = [state["number"] for state in states]
     assert received == sorted(received)
     assert len(received) < 100
+    assert states[-1]["commits"] == 7  # an entry of a state that was not sent comes with the next one
     with pytest.raises(OSError, match="closed"):
         peer.receive()
     server.close()
+
+
+def test_old_connection_of_a_rank_ends_after_its_new_one_began(tmp_path):
+    coordinator = Coordinator(tmp_path, HERE, SECRET, say=lambda line: None)
+    old, new = (connect(coordinator.address, SECRET, seconds=5) for _ in range(2))
+    about = {"group": "a", "rank": 0, "incarnation": "i", "address": ["host", 7], "facts": {}, "joined": False}
+    about |= {"rules": [1, 4, 1, 10, 1, None, 1.0, 1, None, None], "version": 0, "id": NO_COMMIT, "saves": ""}
+    for channel in (old, new):
+        channel.send(about)
+        assert "commits" in channel.receive()
+        assert "commits" not in channel.receive()  # the run still has the same version
+    old.close()
+    deadline = time.monotonic() + 5
+    while len(coordinator._outboxes) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert coordinator._rounds.groups["a"].addresses == {0: ["host", 7]}
+    coordinator.close()
+
+
+def test_peers_that_never_prove_the_secret_delay_others_only_for_the_handshake_limit(monkeypatch):
+    monkeypatch.setattr(wire, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(wire, "MOST_HANDSHAKES", 2)
+    listener = AuthenticatedListener(HERE, SECRET, print)
+    others = threading.active_count()
+    silent = [socket.create_connection(listener.address) for _ in range(5)]
+    time.sleep(0.1)
+    assert threading.active_count() - others <= 2
+    deadline, channel = time.monotonic() + 5, None
+    while channel is None:
+        try:
+            channel = connect(listener.address, SECRET, seconds=5)
+        except OSError:
+            assert time.monotonic() < deadline
+    for sock in silent:
+        sock.close()
+
+
+def test_listener_survives_a_lack_of_open_files(listener):
+    server = listener._server
+    full = mock.Mock(accept=mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")), fileno=server.fileno)
+    listener._server = full
+    assert answers(listener)  # by the call of `accept` that had begun before
+    deadline = time.monotonic() + 5
+    while not full.accept.called and time.monotonic() < deadline:
+        time.sleep(0.01)
+    listener._server = server
+    assert answers(listener)
 
 
 def test_silent_peer_is_closed_after_the_handshake_limit(monkeypatch):
