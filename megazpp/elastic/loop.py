@@ -38,7 +38,10 @@ from megazpp.training.objective import LanguageModelLoss, StopRequested
 from megazpp.training.step import LaunchedStep
 
 # Flags that may differ between the groups of a run
-OF_THE_GROUP = ("--diloco-coordinator", "--diloco-group", "--diloco-listen", "--diloco-advertise", "--master-port")
+OF_THE_GROUP = (
+    *("--diloco-coordinator", "--diloco-group", "--diloco-listen", "--diloco-advertise"),
+    *("--master-port", "--wandb-exp-name"),
+)
 CATCH_UP_SECONDS = 120.0  # limit of the wait for the messages of a commit
 LEAVING_SECONDS = 10.0  # limit of the wait of a group that leaves, for the commit of its last contribution
 # Limit of the wait of a group that leaves, for other groups that may still fetch messages from it

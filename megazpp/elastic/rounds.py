@@ -45,6 +45,11 @@ ASSEMBLY_SECONDS = 60.0  # limit of the wait for all ranks of a new group, and f
 # and apply them
 KEPT_VERSIONS = 8
 WHOLE = 0.8  # a contribution counts for the quorum of a round if it has at least this fraction of an interval's steps
+# Flags and data that decide what the cells and the versions of a run mean. They bind also after all groups have left.
+OF_THE_SAMPLES = (
+    *("--diloco-replica-groups", "--diloco-steps", "--diloco-fragments"),
+    *("--global-batch-size", "the training data"),
+)
 UNKNOWN = (
     "its checkpoint is of an elastic run that is not in the coordinator's folder: start tools/coordinate.py with the "
     "--folder of that run, or start a new run with --finetune"
@@ -142,7 +147,8 @@ class Rounds:
     Attributes:
         facts: flags, package versions and data of the run, by name, as the first group that connected has reported
             them. Other groups must have the same facts. None until a rank has connected. A group replaces the facts if
-            it connects before the first commit, while no other group takes part.
+            it connects while no other group takes part. After the first commit it must still have the same values of
+            OF_THE_SAMPLES, and at least the same --train-iters.
         rules: settings of the run, from the same group as `facts`.
         groups: by name: the newest incarnation of each group that has ever connected.
         commits: the record of each committed outer step; the last one made the current version.
@@ -282,17 +288,23 @@ class Rounds:
         Raises:
             RefusedError: the group cannot take part in the run, or not yet.
         """
-        facts, rules = hello["facts"], Rules(*hello["rules"])
-        # Before the first commit, flags bind only while a group has them: the first group may have had a wrong flag
-        is_unused = not self.commits and all(group.status == "out" for group in self.groups.values())
-        if self.facts is None or (is_unused and facts != self.facts):
-            self._decide({"run": facts, "rules": list(rules)})
-        elif differing := [flag for flag in {**self.facts, **facts} if self.facts.get(flag) != facts.get(flag)]:
+        facts, rules, before = hello["facts"], Rules(*hello["rules"]), self.facts or {}
+        # Flags bind only while a group has them, so that all groups can start again with corrected flags
+        if any(group.status != "out" for group in self.groups.values()):
+            binding: Iterable[str] = {**before, **facts}
+        else:
+            binding = OF_THE_SAMPLES if self.commits else ()
+        differing = [flag for flag in binding if before.get(flag) != facts.get(flag)]
+        if self.commits and rules.iterations < self.rules.iterations:
+            differing.append("--train-iters")
+        if differing:
             flag = differing[0]
             raise RefusedError(
-                f"{flag} is {facts.get(flag)!r} in group {name}, and {self.facts.get(flag)!r} in the other groups of "
+                f"{flag} is {facts.get(flag)!r} in group {name}, and {before.get(flag)!r} in the other groups of "
                 "this run: start all groups with the same flags"
             )
+        if facts != self.facts:
+            self._decide({"run": facts, "rules": list(rules)})
         version, group = hello["version"], self.groups.get(name)
         known = version <= self.version and self.id_of(version) == hello["id"]
         own = group if group is not None and group.incarnation == hello["incarnation"] else None
@@ -627,10 +639,14 @@ class Rounds:
         """Change the state of the elastic run by a record of the journal, which is new or from an earlier term."""
         match record:
             case {"run": facts, "rules": rules}:
-                self.facts, self.rules = facts, Rules(*rules)
-                # Forget the opened cells and the unmerged contributions of earlier groups, which had other rules
-                self.free, self.opened_blocks, self.pool = [], 0, {}
-                self._fingerprints = {}
+                newest = self.opened_blocks - 1
+                opened = self._cells_of(newest) if self.commits else []
+                self.facts, self.rules, self._fingerprints = facts, Rules(*rules), {}
+                if self.commits:  # if the run is longer than before, its newest block may have more steps
+                    pairs = zip(opened, self._cells_of(newest), strict=True)
+                    self._release([*old[:2], old[3], new[3]] for old, new in pairs)
+                else:  # forget the opened cells and the contributions of earlier groups, which had other rules
+                    self.free, self.opened_blocks, self.pool = [], 0, {}
             case {"join": name, "slot": slot, "incarnation": incarnation}:
                 self.groups[name] = Group(slot, incarnation)
             case {"members": names}:

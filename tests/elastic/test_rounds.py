@@ -506,6 +506,43 @@ def test_flags_of_groups_that_have_left_before_the_first_commit_do_not_bind():
         assert not rounds.pool
 
 
+@pytest.mark.parametrize(
+    ("facts", "iterations", "refused"),
+    [
+        ({"--seed": "2"}, 11, None),
+        ({"--seed": "1", "--diloco-steps": "4"}, 11, "--diloco-steps is '4'"),
+        ({"--seed": "1", "the training data": "x"}, 10, "the training data is 'x'"),
+        ({"--seed": "1"}, 9, "--train-iters is"),
+    ],
+)
+def test_only_flags_of_the_samples_bind_after_all_groups_have_left(facts, iterations, refused):
+    world = World()
+    for index in range(RULES.groups):
+        world.start(index)
+    while world.rounds.opened_blocks < 3:
+        world.go(1)
+    merged = world.rounds.merged_steps
+    assert merged > 0
+    world.saved = world.rounds.version, world.rounds.id_of(world.rounds.version)
+    for index in range(RULES.groups):
+        world.kill(index)
+    world.wait(2)
+    world.rules = RULES._replace(iterations=iterations)
+    again = Group("g0", "again", *world.saved, world.rules)
+    again.facts = facts
+    if refused:
+        with pytest.raises(RefusedError, match=f"{refused}.* in group g0, and .* in the other groups"):
+            world.rounds.connect("g0", 0, again.hello(), world.now)
+        return
+    world.groups[0] = again
+    world.connect(0)
+    world.wait(62)
+    for rounds in (world.rounds, Rounds(world.journal)):
+        assert rounds.members == {"g0"}
+        unmerged = [*rounds.free, *rounds.groups["g0"].leases, *rounds._cells_of(rounds.opened_blocks)]
+        assert merged + sum(stop - first for _, _, first, stop in unmerged) == 3 * iterations
+
+
 def test_group_that_starts_from_other_weights_is_out_before_it_trains():
     world = World()
     for index in range(RULES.groups):
