@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megazpp.base.address import Address, parse_address
+from megazpp.base.address import WILDCARDS, Address, parse_address
 from megazpp.base.program import JobError, user_errors
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record
 from megazpp.elastic.wire import RETRY_SECONDS, AuthenticatedListener, Channel, WireError, connect
@@ -102,6 +102,9 @@ class Agent:
         with user_errors():
             host = Address(flags.host("diloco_listen") or first.local_host, 0)
             self._listener = AuthenticatedListener(host, self._secret, self._serve, flag="--diloco-listen")
+        listens = self._listener.address
+        own = first.local_host if listens.host in WILDCARDS else listens.host
+        self._address = Address(flags.host("diloco_advertise") or own, listens.port)
         first.close()
         for work in (self._keep_connection, self._keep_reporting, self._keep_fetching):
             threading.Thread(target=self._run, args=(work,), daemon=True).start()
@@ -238,9 +241,7 @@ class Agent:
         while not self._closed:
             channel = self._connect(lambda error: False)
             try:
-                host, port = self._listener.address
-                address = Address(self._flags.host("diloco_advertise") or host, port)
-                about = {"version": self.version, "id": self.id, "joined": self.joined, "address": address}
+                about = {"version": self.version, "id": self.id, "joined": self.joined, "address": self._address}
                 channel.send(self._hello | about)
                 with self._changed:
                     self._channel = channel
@@ -343,7 +344,7 @@ class Agent:
                     self._unreached = {each: why for each, why in self._unreached.items() if each != name}
                 except OSError as error:
                     if name not in self._unreached:
-                        where = ":".join(map(str, peer["address"]))
+                        where = Address(*peer["address"])
                         self._say(f"could not fetch a message from group {name} at {where}: {error}")
                         self._unreached = self._unreached | {name: f"{where}: {error}"}
                     continue

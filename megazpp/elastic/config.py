@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megazpp.base.address import is_loopback, parse_address, parse_host
+from megazpp.base.address import WILDCARDS, is_loopback, parse_address, parse_host
 from megazpp.base.flags import flag, spelling
 from megazpp.elastic.rounds import Rules
 from megazpp.elastic.wire import read_secret
@@ -35,7 +35,8 @@ class ElasticConfig(FeatureConfig):
         diloco_late_factor: factor for the weight of a group's contribution for each synchronization that it is late.
         diloco_listen: host on which ranks serve messages to other groups (default: local address of the coordinator's
             connection).
-        diloco_advertise: host at which other groups reach this one (default: --diloco-listen).
+        diloco_advertise: host at which other groups reach this one (default: --diloco-listen, or the local address of
+            the coordinator's connection if that is 0.0.0.0 or ::).
     """
 
     diloco_coordinator: str | None = flag(None, metavar="HOST:PORT")
@@ -60,6 +61,11 @@ class ElasticConfig(FeatureConfig):
             )
         for name in ("diloco_listen", "diloco_advertise"):
             self.host(name)  # raises a ValueError if the flag gives no valid host
+        if self.host("diloco_advertise") in WILDCARDS:
+            raise ValueError(
+                f"--diloco-advertise {self.diloco_advertise}: other groups cannot connect to this address; give the "
+                "address at which they reach this group"
+            )
         if self.diloco_coordinator is None:
             return
         host, port = parse_address(self.diloco_coordinator, "--diloco-coordinator")

@@ -51,8 +51,9 @@ OF_THE_SAMPLES = (
     *("--global-batch-size", "the training data"),
 )
 UNKNOWN = (
-    "its checkpoint is of an elastic run that is not in the coordinator's folder: start tools/coordinate.py with the "
-    "--folder of that run, or start a new run with --finetune"
+    "its checkpoint is of an elastic run, or of a version, that is not in the coordinator's folder: start "
+    "tools/coordinate.py with the --folder of that run, load an earlier checkpoint with --ckpt-step if the folder was "
+    "restored from a backup, or start a new run with --finetune"
 )
 NO_COMMIT = "0" * 16  # id of version 0, the initial weights
 

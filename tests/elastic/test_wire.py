@@ -21,10 +21,20 @@ from megazpp.elastic.agent import Agent, OutError
 from megazpp.elastic.config import ElasticConfig
 from megazpp.elastic.coordinator import Coordinator, Journal, Outbox, SupersededError
 from megazpp.elastic.rounds import NO_COMMIT
-from megazpp.elastic.wire import AuthenticatedListener, Channel, WireError, connect, read_secret
+from megazpp.elastic.wire import NO_SECRET, AuthenticatedListener, Channel, WireError, connect, read_secret
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 HERE = Address("127.0.0.1", 0)
+HELLO = {
+    "group": "a",
+    "rank": 0,
+    "incarnation": "i",
+    "facts": {},
+    "rules": [1, 4, 1, 10, 1, None, 1.0, 1, None, None],
+    "version": 0,
+    "id": NO_COMMIT,
+    "saves": "",
+}
 
 
 def test_group_says_at_once_that_it_waits_for_the_coordinator(tmp_path):
@@ -160,10 +170,8 @@ def test_peer_that_does_not_read_delays_no_one_and_gets_the_newest_state():
 def test_old_connection_of_a_rank_ends_after_its_new_one_began(tmp_path):
     coordinator = Coordinator(tmp_path, HERE, SECRET, say=lambda line: None)
     old, new = (connect(coordinator.address, SECRET, seconds=5) for _ in range(2))
-    about = {"group": "a", "rank": 0, "incarnation": "i", "address": ["host", 7], "facts": {}, "joined": False}
-    about |= {"rules": [1, 4, 1, 10, 1, None, 1.0, 1, None, None], "version": 0, "id": NO_COMMIT, "saves": ""}
     for channel in (old, new):
-        channel.send(about)
+        channel.send(HELLO | {"address": ["host", 7], "joined": False})
         assert "commits" in channel.receive()
         assert "commits" not in channel.receive()  # the run still has the same version
     old.close()
@@ -171,6 +179,16 @@ def test_old_connection_of_a_rank_ends_after_its_new_one_began(tmp_path):
     while len(coordinator._outboxes) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert coordinator._rounds.groups["a"].addresses == {0: ["host", 7]}
+    coordinator.close()
+
+
+def test_group_that_listens_on_all_addresses_announces_that_of_its_connection(tmp_path):
+    coordinator = Coordinator(tmp_path, HERE, NO_SECRET, say=lambda line: None)
+    flags = ElasticConfig(diloco_coordinator=str(coordinator.address), diloco_listen="0.0.0.0")
+    agent = Agent(flags, HELLO, most_bytes=0, snapshot=lambda: ({}, b""), stopped=lambda: False, say=print)
+    assert agent.wait(lambda state: True, 5)
+    assert coordinator._rounds.groups["a"].addresses[0][0] == "127.0.0.1"
+    agent.close()
     coordinator.close()
 
 
