@@ -692,10 +692,7 @@ FIRST = (
 ON_FOUR_RANKS = (
     "one_rank_discards",
     "used_in_some_micro_batches",
-    "gradients_wait_beside_complete_ones",
-    "shards_kept_gathered_after_backward",
     "odd_parameters",
-    "under_other_defaults",
 )
 
 
