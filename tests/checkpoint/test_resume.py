@@ -58,9 +58,8 @@ CASES = {
 
 
 SLOW = (
-    *("zero 3, cp 2", "zero 0, fp16", "zeropp, k 2, bf16", "zeropp, reset, fp16", "zeropp, tp 2, float8"),
-    *("differences, fp16, tp 2, async", "differences, muon, cp 2", "zeropp, muon, tp 2, fp16"),
-    *("zeropp, expert bias, ep 2, bf16", "replica groups, muon", "replica groups, fragments, between two"),
+    *("zero 0, fp16", "zeropp, reset, fp16", "zeropp, cp 2, tp 2, llama", "differences, fp16, tp 2, async"),
+    *("differences, muon, cp 2", "zeropp, expert bias, ep 2, bf16", "replica groups, fragments, between two"),
     "replica groups, messages in flight, async",
 )
 
@@ -92,9 +91,7 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(straight, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["differences, bf16", "differences, fp16, tp 2, async", "replica groups, messages in flight, async"]
-)
+@pytest.mark.parametrize("name", ["differences, bf16", "replica groups, messages in flight, async"])
 def test_evaluations_and_async_saves_change_no_result(straight, tmp_path, name):
     """Compare an uninterrupted run, a run with evaluations and asynchronous saves, and a resume from such a save.
 
@@ -145,12 +142,12 @@ def test_other_optimizer_resumes_with_new_moments_of_matrices_and_a_note(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", [1, 4])
-def test_run_resumes_with_another_context_parallel_size(tmp_path, to):
+def test_run_resumes_with_another_context_parallel_size(tmp_path):
     straight = ranks(4).run(run, Case(cp=2), STEPS, save=str(tmp_path), save_interval=2)[0]
-    found = ranks(4).run(run, Case(cp=to), STEPS, load=str(tmp_path), ckpt_step=2)[0]
-    assert found.start.iteration == 2
-    torch.testing.assert_close(found.steps, straight.steps[2:], rtol=1e-6, atol=0)
+    for cp in (1, 4):
+        found = ranks(4).run(run, Case(cp=cp), STEPS, load=str(tmp_path), ckpt_step=2)[0]
+        assert found.start.iteration == 2
+        torch.testing.assert_close(found.steps, straight.steps[2:], rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
