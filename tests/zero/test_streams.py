@@ -81,7 +81,7 @@ SETTINGS: dict[str, tuple[int, Case]] = {
     chosen(
         SETTINGS,
         "lossless",
-        slow=("qgZ", "classic", "copies", "lossless, no overlap", "lossless, tp", "replica groups"),
+        slow=("classic", "copies", "lossless, no overlap", "replica groups"),
     ),
 )
 def test_streams_have_no_races_and_no_early_memory_reuse(setting):
@@ -123,7 +123,7 @@ def hops_of_a_forward(case: Case) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [ALL, slow(LOSSLESS)])
+@pytest.mark.parametrize("zero", [nightly(ALL), LOSSLESS])
 def test_use_launches_its_hops_then_two_others_and_keeps_cross_queue_busy(zero):
     """After a step, each use launches only a few cross hops, so that the GPU need not wait for all launches."""
     case = Case(nodes=2, zero=zero, model=dataclasses.replace(LLAMA_STYLE, num_layers=4), precision=BF16)
@@ -139,6 +139,6 @@ def race_while_skipping(delta: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delta", [slow("none"), "lossless"])
+@pytest.mark.parametrize("delta", [nightly("none"), "lossless"])
 def test_streams_have_no_races_with_skipped_layers_and_weight_writes(delta):
     assert ranks(4).run(race_while_skipping, delta) == [[]] * 4
