@@ -101,11 +101,11 @@ def in_one_process(objective: str) -> list[dict[str, float]]:
     ("world", "layout", "objectives"),
     [
         (2, {"tp": 2}, ["grpo"]),
-        slow(2, {"tp": 2}, ["reward untied", "ppo"]),
+        nightly(2, {"tp": 2}, ["reward untied", "ppo"]),
         slow(2, {"micro_batch_size": 2}, ["dpo", "ppo"]),
         slow(2, {"cp": 2}, ["reward", "dapo", "dpo", "ppo untied"]),
-        slow(2, {"ep": 2, "micro_batch_size": 2}, ["reward of experts", "dpo of experts"]),
-        slow(2, {"tp": 2}, ["grpo of experts", "ppo of experts"]),
+        nightly(2, {"ep": 2, "micro_batch_size": 2}, ["reward of experts", "dpo of experts"]),
+        nightly(2, {"tp": 2}, ["grpo of experts", "ppo of experts"]),
         slow(4, {"ep": 4, "tp": 2, "sequence_parallel": True}, ["reward of experts", "dpo of experts"]),
         slow(4, {"ep": 2, "cp": 2, "nodes": 2}, ["reward of experts", "dpo of experts"]),
         nightly(8, {"cp": 2, "tp": 2, "micro_batch_size": 2}, [*OBJECTIVES]),
@@ -141,8 +141,7 @@ SHORTENED = ["dpo of experts", "dr_grpo", "ppo"]  # pairs, completions, and comp
     ],
 )
 def test_shortened_rows_on_each_rank_change_no_loss(layout, objectives):
-    world = 4 if "tp" in layout else 2
-    whole, short = (ranks(world).run(train_all, objectives, shortens=each, **layout) for each in (False, True))
+    whole, short = (ranks(2).run(train_all, objectives, shortens=each, **layout) for each in (False, True))
     assert whole == [[near(steps, rel=2e-6, abs=2e-6) for steps in of_rank] for of_rank in short]
 
 
