@@ -90,6 +90,14 @@ def convert(
         model = open_megatron(source, config.ckpt_step) if kind == "megatron" else open_model(source, adapter=adapter)
     if adapter is not None:
         model = opener.merge(model, adapter)
+    if (size := tokenizer.model_vocab_size) is not None:
+        if not model.padded or size > model.rows:
+            padding = "" if model.padded else ", none of which is padding"
+            raise ValueError(
+                f"--model-vocab-size {size}: this flag removes the padding of a Megatron-LM model's vocabulary, but "
+                f"--input {source} has {model.rows} rows{padding}; leave it out"
+            )
+        model = model.first_rows(size)
     if record is None:
         return bring_in(model, target, tokenizer, say)
     if not merges:
@@ -205,7 +213,8 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
         say(f"note: {line}")
     # ---- open the tokenizer, and compare its size with the model's vocabulary
     found = given if names_tokenizer(given) else model.tokenizer
-    found = dataclasses.replace(found, add_special_tokens=given.add_special_tokens, eos_token=given.eos_token)
+    overridden = ("add_special_tokens", "eos_token", "model_vocab_size")
+    found = dataclasses.replace(found, **{name: getattr(given, name) for name in overridden})
     tokenizer = load_tokenizer(found)
     if tokenizer is None:
         say("note: no tokenizer was found; give its flags (see --help) to store it with the checkpoint")

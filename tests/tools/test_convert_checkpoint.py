@@ -89,6 +89,12 @@ def test_source_format_is_detected_or_given_and_iteration_is_chosen(tmp_path, ca
     weights, ours, out = make_weights(config), tmp_path / "ours", tmp_path / "out"
     source = write_megatron(tmp_path / "megatron", weights, config, tp=2)
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "299"]
+    padded = ["--input", str(source), "--output", str(ours), "--model-vocab-size"]
+    assert convert_checkpoint.main([*padded, "999"]) == 2
+    assert "--model-vocab-size 999: this flag removes the padding" in capsys.readouterr().err
+    assert convert_checkpoint.main([*padded, "290"]) == 0
+    assert "290 tokens" in capsys.readouterr().out
+    shutil.rmtree(ours)
     assert convert(source, ours, "--from", "megatron", *null) == 0
     assert "ours holds the model as iteration 100: " in capsys.readouterr().out
     assert convert(ours, out, "--ckpt-step", "99") == 2
@@ -128,6 +134,8 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("ours", lambda f: truncate(f / "iter_0000000/__0_3.distcp"), "", "__0_3.distcp is damaged"),
     ("ours", lambda f: (f / "iter_0000000/run.json").unlink(), "--from megazpp", "run.json cannot"),
     ("ours", None, "--tokenizer-type NullTokenizer", "the tokenizer has 257 tokens, but .* 300"),
+    ("ours", None, "--model-vocab-size 290", "--model-vocab-size 290: .* 300 rows, none of which is padding"),
+    ("theirs", None, "--model-vocab-size 290", "--model-vocab-size 290: .* 300 rows, none of which is padding"),
 ]
 # fmt: on
 
