@@ -23,7 +23,7 @@ from megazpp.base.program import begin
 begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from megazpp.base.flags import COMMAND_LINE, Config, flag
-from megazpp.base.program import answer_flags
+from megazpp.base.program import answer_flags, user_errors
 from megazpp.features import FEATURES
 from megazpp.inference.config import parse_checkpoint_flags
 from megazpp.run.arguments import ParsedRun
@@ -114,6 +114,7 @@ def check(config: RunConfig, extra: EvaluateConfig, record: CheckpointMetadata) 
     check_inputs(config.data, config.tokenizer)
 
 
+@user_errors()  # most errors are about the data that the user names
 def run(loaded: Loaded) -> None:
     """Compute the loaded model's loss on the data, and print perplexity and bits per byte on rank 0."""
     config, path = loaded.config, loaded.extra.input

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a 
 from megazpp.base.program import begin
 
 begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
+
+# A step of decoding has many small products, after each of which torch's threads wait for each other. By default they
+# wait in a busy loop. If other programs use the cores, this loop takes milliseconds from the threads that it waits for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # OpenMP reads it when torch is imported
 
 from megazpp.base.flags import flag
 from megazpp.base.program import answer_flags
@@ -97,7 +102,7 @@ from megazpp.parallel.roll_call import report_tracebacks
 
 report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 
-from megazpp.base.program import errors_as
+from megazpp.base.program import UserError, errors_as, user_errors
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.documents import read_records
@@ -207,14 +212,19 @@ def run(loaded: Loaded) -> None:
             size = sequences_that_fit(loaded.built[0], longest, loaded.device, on_host=on_host)
             loaded.say(f" {size} prompts at once")
         batches = read_prompts(config.section(SampleConfig).sample_prompt, extra.prompt_file, size)
-    make = Starts(loaded.tokenizer, config, extra, loaded.say).make
+    with user_errors():
+        make = Starts(loaded.tokenizer, config, extra, loaded.say).make
     out, done = sys.stdout if world.rank == 0 else None, 0
     if note := special_tokens_note(loaded.tokenizer, prompts=True):
         loaded.say(f"note: {note}")
 
     # Rank 0 shares each batch with the other ranks; an empty batch ends the loop.
     started, count = 0.0, 0
-    while starts := world.share_object([make(prompt) for prompt in next(batches, [])]):
+    while True:
+        with user_errors():
+            starts = [make(prompt) for prompt in next(batches, [])]
+        if not (starts := world.share_object(starts)):
+            break
         started = started or time.perf_counter()
         _, generated = continue_texts(
             *loaded.built,
@@ -233,7 +243,7 @@ def run(loaded: Loaded) -> None:
 
     # Raise an error if there was no prompt. If the weights were streamed, print the speed.
     if not done:
-        raise ValueError("stdin has no prompt; write one per line, or give --prompt or --prompt-file")
+        raise UserError("stdin has no prompt; write one per line, or give --prompt or --prompt-file")
     if loaded.streamed is not None:
         loaded.say(loaded.streamed.describe_speed(count, time.perf_counter() - started))
 

@@ -73,7 +73,8 @@ def run_on_checkpoint(
 
     Args:
         parsed: the command line, from `parse_checkpoint_flags`.
-        work: function that uses the loaded model; all ranks call it.
+        work: function that uses the loaded model; all ranks call it. It raises UserErrors for mistakes of the user; any
+            other error ends the program with a traceback.
         main: entry point of the program, which each worker process runs.
         check: function (config, extra, record) that raises a ValueError if flags contradict each other or do not suit
             the checkpoint. `extra` is the config of the program's own flags, and `record` the checkpoint's metadata.
@@ -124,8 +125,10 @@ def run_on_checkpoint(
     if not place.started:
         return start_workers(place, launch, main)
     checkpoint = {"the checkpoint": f"iteration {record.progress.iteration}"}
-    with worker_process(place, launch, facts_of(parsed) | checkpoint) as worker, user_errors():
-        work(_load(parsed, announced, source, record, spread, worker))
+    with worker_process(place, launch, facts_of(parsed) | checkpoint) as worker:
+        with user_errors():
+            loaded = _load(parsed, announced, source, record, spread, worker)
+        work(loaded)
     return leave(0)
 
 

@@ -13,7 +13,7 @@ import convert_checkpoint
 import pytest
 from generate import GenerateConfig, Starts, read_prompts
 from helpers.hf_models import make_llama, save
-from helpers.program import run_program
+from helpers.program import ROOT, run_program
 from helpers.refusals import not_refused
 from helpers.tool import run_tool
 
@@ -22,6 +22,14 @@ from megazpp.inference.config import SampleConfig
 
 PROMPTS = ["Call me", "S", "Some years ago"]
 GREEDY = ["--temperature", 0]
+
+
+BREAK = """
+def continue_texts(*_, **__):
+    raise ValueError("internal")
+generate.continue_texts = continue_texts
+raise SystemExit(generate.main())
+"""
 
 
 def run(load: Path, *flags: object, world: int = 1) -> str:
@@ -67,6 +75,17 @@ def peak_bytes(load: Path, *flags: str) -> int:
     code, output = run_program("-c", f"import resource, subprocess; {measure}", folder=load)
     assert code == 0, output
     return 1024 * int(output.split()[-1])
+
+
+@pytest.mark.slow
+def test_internal_error_has_a_traceback_and_a_users_mistake_has_none(load, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text(f"import sys\nsys.path.append({str(ROOT / 'tools')!r})\nimport generate\n{BREAK}")
+    for prompt, status, said in (("a", 1, "ValueError: internal\n"), ("a" * 300, 2, "error: prompt 1 has 300 tokens")):
+        (tmp_path / "prompts").write_text(prompt)
+        script = f"{sys.executable} {broken} --load {load} --sample-tokens 3 < {tmp_path}/prompts"
+        code, output = run_program("-c", script, folder=tmp_path, python="sh")
+        assert (code, said in output, "Traceback" in output) == (status, True, status == 1), output
 
 
 @pytest.mark.slow
