@@ -797,13 +797,13 @@ class Rounds:
         )
 
     def _is_idle(self, name: str) -> bool:
-        """Return True if a round need not wait for a group: it has no steps to publish, and no samples are free."""
+        """Return True if a round need not wait for a group: it has no steps to publish, and no samples are for it."""
         report = self.groups[name].reports.get(0)
         if report is None or report["version"] != self.version:
             return False
         if any(entry["base"] == self.version for entry in report["published"].values()):
             return False  # wait: the contribution comes as soon as all ranks of the group have packed their messages
-        return self.exhausted and report["wants"] > self.groups[name].granted and not report["unsent"]
+        return report["wants"] > self.groups[name].granted and not report["unsent"]
 
     def _seconds_to_quorum(self, now: float) -> float | None:
         """Return the seconds until a quorum of contributions is expected in this round, by the speed of the groups.

@@ -647,3 +647,12 @@ def test_contribution_may_join_the_steps_of_two_leases():
     rounds._apply(published("b", [[0, 0, 0, 3]]))
     assert rounds.groups["b"].leases == [[0, 0, 3, 4]]
     assert not [cell for cell in rounds.free if cell[:2] == [0, 0]]
+
+
+def test_group_beyond_the_nominal_number_does_not_stop_a_run_that_waits_for_all():
+    world = World(RULES._replace(groups=2, grace=math.inf))
+    for index in range(3):
+        world.start(index)
+    world.go(40)
+    assert len(world.rounds.members) == 3
+    assert world.rounds.merged_steps > 2 * RULES.interval
