@@ -42,10 +42,10 @@ OF_THE_GROUP = (
     *("--diloco-coordinator", "--diloco-group", "--diloco-listen", "--diloco-advertise"),
     *("--master-port", "--wandb-exp-name"),
 )
-CATCH_UP_SECONDS = 120.0  # limit of the wait for the messages of a commit
 LEAVING_SECONDS = 10.0  # limit of the wait of a group that leaves, for the commit of its last contribution
 # Limit of the wait of a group that leaves, for other groups that may still fetch messages from it
 FAREWELL_SECONDS = 60.0
+SAVE_SECONDS = 600.0  # limit of the wait of a group, at the end of the run, for the save of another group
 POLL_SECONDS = 20.0  # longest time that rank 0 waits for the coordinator while the other ranks wait in a collective
 SMOOTHING = 0.3  # weight of the last step in the moving average of the seconds per step
 
@@ -81,7 +81,8 @@ class ElasticLoop:
         # numbers of messages and of bytes that this rank has sent to other groups until the last synchronization
         self._counted = 0, 0
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
-        self._is_saved = True  # False after a version of this run that no group has been asked to save
+        # Names of the groups that were asked to save this version; None for the version of a loaded checkpoint
+        self._writers: list[str] | None = None
         self._cell: Cell | None = None  # rest of the leased cell: its steps that are not trained yet; None without one
         # cells of the steps since this group's last published contribution; the next contribution lists these cells
         self._cells: list[Cell] = []
@@ -162,6 +163,7 @@ class ElasticLoop:
         self._count_step(block, column, step)
         self._cell = [block, column, step + 1, stop] if step + 1 < stop else None
         goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
+        self._last_step_at = time.monotonic()  # a wait for samples is no time of a step
         if self._published is not None and (self._steps >= self.outer.plan.delay or not goes_on):
             self._merge(progress, leaves=leaves)
         if goes_on:
@@ -183,19 +185,39 @@ class ElasticLoop:
     def close(self, progress: TrainingProgress) -> None:
         """Leave the run, and close this rank's connections.
 
-        If no other group can save the outer weights any more, because a stop signal has reached all groups, this group
-        saves them. Before a rank closes its connections, it waits until all live groups have computed the outer weights
-        of this group's version, because they may need messages from this rank.
+        If no other group saves the outer weights, because a stop signal has reached all groups or the group that had to
+        save them has died, this group saves them. Before a rank closes its connections, it waits until all live groups
+        have computed the outer weights of this group's version, because they may need messages from this rank.
 
         Args:
             progress: progress of the training loop at its end.
         """
         self._agent.tell(leaves=True)
-        if not self._is_saved and self._trainer.run.save is not None and self._axis.share_object(self._is_last()):
+        if self._must_save():
             self._trainer.checkpoints.save(self._merged_progress(progress))
         with contextlib.suppress(OutError):
             self._agent.wait(lambda state: state["oldest"] >= self.version, FAREWELL_SECONDS)
         self._agent.close()
+
+    def _must_save(self) -> bool:
+        """Return True if this leaving group has to save the outer weights, because no other group does.
+
+        At the end of the run, the result is known only after the groups that save the last version have left. If one of
+        them has died before its save, the folder has no checkpoint of this version.
+        """
+        agent, writers, folder = self._agent, self._writers, self._trainer.run.save
+        if writers is None or agent.group in writers or folder is None:
+            return False
+        if not writers:
+            return self._axis.share_object(self._is_last())
+        deadline = time.monotonic() + SAVE_SECONDS
+
+        def saved(state: Record) -> bool:
+            return not state["done"] or not state["peers"].keys() & set(writers) or time.monotonic() > deadline
+
+        self._agreed(saved)
+        state = agent.wait(lambda state: state)
+        return self._axis.share_object(state["done"] and self.merged // self._rules.groups not in folder.iterations())
 
     def _is_last(self) -> bool:
         """Return True if this leaving group is the last one that can save the outer weights of its version.
@@ -251,8 +273,7 @@ class ElasticLoop:
             self._cells[-1][3] = step + 1
         else:
             self._cells.append([block, column, step, step + 1])
-        agent, now = self._agent, time.monotonic()
-        took, self._last_step_at = now - self._last_step_at, now
+        agent, took = self._agent, time.monotonic() - self._last_step_at
         agent.seconds = took if agent.seconds is None else agent.seconds + SMOOTHING * (took - agent.seconds)
         agent.steps, agent.unsent, agent.leaves = self._steps, True, agent.leaves or self._stopped()
 
@@ -395,13 +416,7 @@ class ElasticLoop:
         agent = self._agent
         target = self._agreed(lambda state: (state["version"],))[0]
         while self.version < target:
-            found = agent.wait(lambda state: agent.messages_of(self.version + 1), CATCH_UP_SECONDS)
-            if found is None:
-                raise OutError(
-                    f"the messages of version {self.version + 1} could not be fetched within {CATCH_UP_SECONDS:.0f} s: "
-                    "start this group's job again"
-                )
-            commit, messages = found
+            commit, messages = self._fetched()
             units, own = self.outer.fragment_after(self.version), self._published == self.version
             before = None if own or not self._has_unsent else [unit.rows.clone() for unit in units]
             with self.outer.lock:
@@ -419,11 +434,33 @@ class ElasticLoop:
                 self.outer.merge(self.outer.plan.merge_alpha if own and not self._all_merged else 0.0, units)
             self._published = None if own else self._published
             at = self._merged_progress(progress)
-            self._is_saved = bool(commit["saves"])
+            self._writers = commit["saves"]
             if agent.group in commit["saves"]:
                 self._trainer.checkpoints.save(at)
             if commit["evaluates"] == agent.group:
                 self._trainer.validate(at)
+
+    def _fetched(self) -> tuple[Record, list[bytes]]:
+        """Wait until all ranks of the group have fetched the messages of the next version; see `Agent.messages_of`.
+
+        Raises:
+            OutError: the other groups do not keep these messages any more.
+        """
+
+        def ready(state: Record) -> tuple[Record, list[bytes]] | None:
+            if state["version"] > self.version and str(self.version + 1) not in state["commits"]:
+                raise OutError(
+                    f"this group has version {self.version}, and the run has version {state['version']}: other groups "
+                    f"do not keep the messages of version {self.version + 1} any more; start this group's job again"
+                )
+            return self._agent.messages_of(self.version + 1)
+
+        while True:
+            with self._axis.timeline.span(WAIT, "messages of other groups"):
+                found = self._agent.wait(ready, POLL_SECONDS)
+            if self._axis.share_object(all(self._axis.gather_objects(found is not None))):
+                assert found is not None
+                return found
 
     def _merged_progress(self, progress: TrainingProgress) -> TrainingProgress:
         """Return the progress of the outer weights.
@@ -486,7 +523,9 @@ class ElasticLoop:
         if found is None or set(all_found) != {found}:
             return False
         self.version, self.id, self.merged = found
-        self._is_saved = False
+        # Without it, the first 30 steps in fp16 would overflow. Rank 0's is for all ranks, whose donors may be further.
+        self._trainer.values.scaler.load_state_dict(self._axis.share_object(about["loss_scale"]))
+        self._writers = []
         agent.tell(version=self.version, id=self.id)
         took = time.monotonic() - began
         self._say(
@@ -498,10 +537,12 @@ class ElasticLoop:
         """Return a snapshot of this rank's outer state for a rank of another group. A thread of the agent calls this.
 
         Returns:
-            a record with version, id and merged steps, and the bytes of the outer state.
+            a record with version, id, merged steps and loss scale, and the bytes of the outer state.
         """
+        scale = self._trainer.values.scaler.state_dict()
         with self.outer.lock:
-            return {"version": self.version, "id": self.id, "merged": self.merged}, self.outer.dump()
+            about = {"version": self.version, "id": self.id, "merged": self.merged, "loss_scale": scale}
+            return about, self.outer.dump()
 
     def _agreed(self, ready: Callable[[Record], Any]) -> Any:
         """Wait until `ready` returns a true value for rank 0's state of the run, and return that value on all ranks."""

@@ -171,7 +171,8 @@ def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_s
 
 
 def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):
-    site = new_site("--train-iters", "150", groups=3)
+    """A group that joins fetches the outer weights, and with --fp16 the loss scale, from a member."""
+    site = new_site("--train-iters", "150", "--fp16", groups=3)
     a, b, c = (site.start(name) for name in "abc")
     site.wait_for_version(3, a, b, c)
     kill(b)
@@ -184,6 +185,8 @@ def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):
     site.coordinator.wait_for("group b joins")
     finish(a, again, c)
     assert "state of version" in again.output()
+    scales = [float(scale) for scale in re.findall(r"loss scale: (\S+)", again.output())]
+    assert scales[0] < 2**32  # the members' loss scale, not the initial one
     site.check_all_merged_once(150)
     assert "ERROR" not in site.coordinator.output()
     assert validation(tmp_path / "a") == validation(tmp_path / "b") == validation(tmp_path / "c")
