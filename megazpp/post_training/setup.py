@@ -187,17 +187,6 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     config, (post, form, rewards, lora, _), problems = parsed.config, post_configs(parsed), Problems()
     asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
     with problems:
-        if asked:
-            folder, opener = reference_folder(post), adapter_opener(config.sections)
-            source, record = find_frozen(folder, post.ref_ckpt_step, opener, scalar_head=False)
-            if post.needs_reference:
-                record.check_predicts_tokens(folder.name)
-            check_same_model(record.flags, config.model, source.checkpoint)
-            if record.vocab_size != earlier.vocab_size:
-                sizes = f"{record.vocab_size} tokens, but the policy's has {earlier.vocab_size}"
-                remedy = "give a reference model with the policy's tokenizer"
-                raise ValueError(f"{folder.name}: the reference model's tokenizer has {sizes}; {remedy}")
-    with problems:
         check_reward_functions(rewards)
     folders = {"--save": config.checkpoint.save, "--run-dir": config.tracking.run_dir}
     for flag, path in {**folders, "--data-cache-path": cache_dir(config.data)}.items():
@@ -206,6 +195,19 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
                 check_cache_dir(Path(path).expanduser(), flag)
     with problems:
         tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
+        with problems:
+            if asked:
+                folder, opener = reference_folder(post), adapter_opener(config.sections)
+                source, record = find_frozen(folder, post.ref_ckpt_step, opener, scalar_head=False)
+                if post.needs_reference:
+                    record.check_predicts_tokens(folder.name)
+                check_same_model(record.flags, config.model, source.checkpoint)
+                if record.vocab_size != earlier.vocab_size:
+                    sizes = f"{record.vocab_size} tokens, but the policy's has {earlier.vocab_size}"
+                    remedy = "give a reference model with the policy's tokenizer"
+                    raise ValueError(f"{folder.name}: the reference model's tokenizer has {sizes}; {remedy}")
+                if not parsed.origins["ref_load"].startswith(DEFAULT):
+                    check_same_tokens(folder, record, tokenizer)
         with problems:
             if post.reward_load is not None:
                 check_reward_model(config, post.reward_load, tokenizer)
@@ -245,23 +247,36 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
     """
     folder, parallel = CheckpointFolder(load, "--reward-load"), config.parallel
     _, record = find_frozen(folder, None, adapter_opener(config.sections), scalar_head=True)
-    name, drawn = f"--reward-load {load}", tokenizer.vocab_size
-    own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
-    if record.vocab_size < drawn or (own is None and record.vocab_size != drawn):
+    own = check_same_tokens(folder, record, tokenizer)
+    if record.vocab_size < (drawn := tokenizer.vocab_size) or (own is None and record.vocab_size != drawn):
         raise ValueError(
-            f"{name}: the reward model has {record.vocab_size} tokens, but the policy's tokenizer has {drawn}; give a "
-            "reward model that was trained with the policy's tokenizer"
+            f"{folder.name}: the reward model has {record.vocab_size} tokens, but the policy's tokenizer has {drawn}; "
+            "give a reward model that was trained with the policy's tokenizer"
         )
-    if own is not None and own.identity != tokenizer.identity:
-        for token in range(drawn):
-            if (there := own.decode([token])) != (here := tokenizer.decode([token])):
-                pieces = f"token {token} is {there!r} in the first and {here!r} in the second"
-                remedy = "give a reward model that was trained with the policy's tokenizer"
-                raise ValueError(f"{name}: the reward model's tokenizer is not the policy's: {pieces}; {remedy}")
-    with errors_as(name):
+    with errors_as(folder.name):
         model, tp = reward_config(config.model, record), parallel.tensor_model_parallel_size
         check_model(model, tp, config.data.seq_length or 1, cp_size=parallel.context_parallel_size)
         check_products(model, tp, "cpu", bf16=config.precision.bf16)
+
+
+def check_same_tokens(folder: CheckpointFolder, record: CheckpointMetadata, tokenizer: Tokenizer) -> Tokenizer | None:
+    """Return the tokenizer of a reference or reward model's checkpoint; None if the checkpoint has none.
+
+    Args:
+        folder: folder of the model's checkpoints.
+        record: metadata of the checkpoint.
+        tokenizer: the policy's tokenizer.
+    Raises:
+        ValueError: a token id stands for another text than in the policy's tokenizer.
+    """
+    own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
+    if own is not None and own.identity != tokenizer.identity:
+        for token in range(min(own.vocab_size, tokenizer.vocab_size)):
+            if (there := own.decode([token])) != (here := tokenizer.decode([token])):
+                pieces = f"token {token} is {there!r} in the first and {here!r} in the second"
+                remedy = "give a model that was trained with the policy's tokenizer"
+                raise ValueError(f"{folder.name}: its tokenizer is not the policy's: {pieces}; {remedy}")
+    return own
 
 
 def train_paths(config: RunConfig) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,13 @@ from helpers.tiers import nightly
 from post_train import main
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megazpp.checkpoint.read import LoadSource
+from megazpp.checkpoint.folder import CheckpointFolder
+from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.convert.huggingface import open_model
 from megazpp.convert.native import open_checkpoint
 from megazpp.features import FEATURES
 from megazpp.inference.config import SampleConfig
+from megazpp.post_training import setup
 from megazpp.post_training.config import DEFAULTS, EXTRA, post_configs
 from megazpp.post_training.setup import find_start
 from megazpp.run.arguments import ParsedRun, parse_run_config
@@ -546,6 +549,20 @@ def test_invalid_flags_are_rejected_before_workers_start(home):
         refusal = tool(home, "post_train", flags, status=2)
         assert refusal.startswith(f"post_train.py: error: {missing}")
         assert refusal.count("\n") == 1
+
+
+def test_reference_and_reward_model_with_other_tokens_of_the_same_number_are_rejected(home, monkeypatch):
+    other = SimpleNamespace(identity="other", vocab_size=257, decode=lambda ids: f"<{ids}>")
+    monkeypatch.setattr(setup, "open_tokenizer", lambda *_: other)
+    monkeypatch.setattr(setup, "find_frozen", lambda *_, **__: find_weights(CheckpointFolder(home / "base", ""), None))
+    fixed = "--micro-batch-size 8 --train-iters 1 --nproc 1 --load base"
+    dpo, ppo = (
+        "--objective dpo --data-path pairs.jsonl",
+        "--objective ppo --data-path prompts.jsonl --max-completion-length 8",
+    )
+    for flags, given in ((dpo, "--ref-load base"), (ppo, "--reward-load base")):
+        with pytest.raises(ValueError, match=f"^{given}: its tokenizer is not the policy's: token 0 is '<.0.>'"):
+            asked(home, f"{fixed} {flags} {given}")
 
 
 def test_reward_model_is_refused_where_tokens_are_predicted(home):
