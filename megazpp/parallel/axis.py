@@ -12,7 +12,8 @@ sends (n-1)/n of its buffer in equal parts to all other ranks, so its bytes may 
 
 In a graph of torch.compile a collective becomes a custom operator (`megazpp::...`). When the graph runs, the operator
 looks up the axis by `MeshAxis.key` and calls the same method as eager code. Compiled code therefore counts bytes and
-records timeline spans too.
+records timeline spans too. Collectives ask `is_dynamo_compiling`, which is True only in code that is being traced. In
+contrast, `is_compiling` is True for the whole process, also in communication threads, while one thread compiles.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class MeshAxis:
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` in place over the ranks of the axis, and return `x`."""
-        if torch.compiler.is_compiling() and self.size > 1:
+        if torch.compiler.is_dynamo_compiling() and self.size > 1:
             _all_reduce_operator(x, self.key)
             return x
         return self._all_reduce_(x, dist.ReduceOp.SUM)
@@ -171,7 +172,7 @@ class MeshAxis:
         """
         if self.size == 1:
             return x if out is None else out.copy_(x)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             assert out is None, "a compiled all-gather allocates its result and cannot write to `out`"
             return _all_gather_operator(x, self.key)
         if out is None:
@@ -191,7 +192,7 @@ class MeshAxis:
         """
         if self.size == 1:
             return x if out is None else out.copy_(x)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             assert out is None, "a compiled reduce-scatter allocates its result and cannot write to `out`"
             return _reduce_scatter_operator(x, self.key)
         if out is None:
@@ -215,7 +216,7 @@ class MeshAxis:
         """
         if self.size == 1:
             return x
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _all_to_all_operator(x, self.key)
         x = x.contiguous()
         out = torch.empty_like(x)

@@ -1,6 +1,7 @@
 """Test a mesh axis: its collectives, their counted bytes, its process group and its communication queue."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -71,8 +72,15 @@ def check_collectives() -> None:
     assert aliased.tolist() == [[r] * 3 for r in range(4)]
 
 
-def test_collectives_count_the_bytes_that_each_wire_carries():
-    ranks(4).run(check_collectives)
+def check_collectives_while_compiling() -> None:
+    # torch 2.13 sets this flag for all threads, also for communication threads, while one thread compiles
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+        check_collectives()
+
+
+@pytest.mark.parametrize("check", [check_collectives, check_collectives_while_compiling])
+def test_collectives_count_the_bytes_that_each_wire_carries(check):
+    ranks(4).run(check)
 
 
 def send_under_way() -> int:
