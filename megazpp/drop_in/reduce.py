@@ -138,6 +138,7 @@ class ProgramReduce(SummingReduce):
             return
         self._schedule.finish_interrupted()
         self.unit.force_sums()
+        self.unit.fill_gradients(self.unit.zero_filled)  # `begin` must see all gradients that FSDP2 will pass
         self.begin()
         try:
             self._fsdp2_post_backward(*given)
@@ -240,7 +241,7 @@ class UnusedParameters:
         the host waits for the device to read the flags.
         """
         unused = self._fresh - self._used
-        if unused and not self._unit.zero_fills:
+        if unused:
             for indices, flags in self._flags:
                 for flag in flags:
                     unused -= {index for index, on in zip(indices, flag.tolist(), strict=True) if on}

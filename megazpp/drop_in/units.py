@@ -77,12 +77,14 @@ class ProgramUnit(Unit):
         return tuple([p.sharded_param.requires_grad for p in self._group.fsdp_params])
 
     @property
-    def zero_fills(self) -> bool:
-        """True if the program has called `FSDPModule.set_reduce_scatter_unused_params(True)`.
+    def zero_filled(self) -> list[int]:
+        """The indices of the parameters for whose missing gradients FSDP2 reduces zeros.
 
-        FSDP2 then sets `.grad` of parameters without a gradient to zeros instead of None.
+        The list is empty unless the program has called `FSDPModule.set_reduce_scatter_unused_params(True)`.
         """
-        return bool(getattr(self._group, "reduce_scatter_unused_params", False))
+        fills, parameters = getattr(self._group, "reduce_scatter_unused_params", False), self._group.fsdp_params
+        gathered = [getattr(p, "_unsharded_param", None) for p in parameters if fills]
+        return [index for index, tensor in enumerate(gathered) if tensor is not None and tensor.requires_grad]
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -57,7 +57,8 @@ class Run:
     """One training run on this rank, on plain FSDP2 or with ZeRO++.
 
     Args:
-        mode: "plain" for plain FSDP2; "exact" or "exact, no overlap" for `zeropp` without quantization.
+        mode: "plain" for plain FSDP2; "exact", "exact, no overlap" or "exact, one node" for `zeropp` without
+            quantization.
         prepare: function that changes the model before it is sharded.
         evaluate_first: True to run a forward before the call of `zeropp`.
         fsdp: further arguments of `fully_shard`.
@@ -93,9 +94,9 @@ class Run:
             self.connect(mode)
 
     def connect(self, mode: str) -> None:
-        overlap = {} if mode == "exact" else {"overlap_param_gather": False, "overlap_grad_reduce": False}
+        overlap = {} if mode != "exact, no overlap" else {"overlap_param_gather": False, "overlap_grad_reduce": False}
         config = megazpp.ZeroConfig(zeropp=True, **EXACT, **overlap)
-        ranks_per_node = dist.get_world_size() // 2
+        ranks_per_node = dist.get_world_size() // (1 if mode == "exact, one node" else 2)
         self.handle = megazpp.zeropp(self.model, ranks_per_node=ranks_per_node, config=config)
 
     @staticmethod
@@ -347,6 +348,18 @@ def dropped_blocks_and_changing_heads(mode: str) -> Run:
     for step, order in enumerate([(0, 1, 2), (0, 2), (1, 2), (0,)]):
         run.backward(step, order=order, head=step % 2)
         run.step()
+    return run
+
+
+@scenario
+def zeros_instead_of_missing_gradients(mode: str) -> Run:
+    """Drop blocks while FSDP2 reduces zeros for missing gradients, also of a block that was frozen when it was used."""
+    run = Run(mode)
+    run.model.set_reduce_scatter_unused_params(True)
+    for step, order in enumerate([(0, 1, 2), (0, 2), (1,), (2,)]):
+        run.backward(step, order=order, head=step % 2)
+        run.step()
+        run.model.blocks[step % 2].requires_grad_(step == 2)
     return run
 
 
@@ -666,7 +679,7 @@ def assert_alike(found: Result, expected: Result) -> None:
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     """Return marks that skip the test of a scenario that the FSDP2 of the installed torch does not support."""
-    reset = [needs_reset] if name.startswith("aborted") else []
+    reset = [needs_reset] if name.startswith(("aborted", "zeros")) else []
     return reset + ([needs_integers] if name.startswith("odd") else [])
 
 
@@ -683,6 +696,7 @@ FIRST = (
     "gathers_started_before_the_forward",
     "blocks_with_reentrant_checkpoints",
     "used_in_some_micro_batches",
+    "zeros_instead_of_missing_gradients",
     "one_rank_discards",
     "aborted in backward, last",
     "adapters_in_fp32_on_a_base_in_bf16",
@@ -705,6 +719,11 @@ def cases(first: Sequence[str], first_tier: Any, other_tier: Any) -> list[Any]:
 @pytest.mark.parametrize("name", cases(FIRST, [], [pytest.mark.slow]))
 def test_training_loop_on_two_ranks_matches_plain_fsdp2(name):
     compare_with_plain(name, 2, ("exact",))
+
+
+@needs_reset
+def test_gradients_on_one_node_match_plain_fsdp2():
+    compare_with_plain("zeros_instead_of_missing_gradients", 2, ("exact, one node",))
 
 
 @pytest.mark.parametrize("name", cases(ON_FOUR_RANKS, [pytest.mark.slow], [pytest.mark.nightly]))
