@@ -155,14 +155,16 @@ GRID = {
         nodes=4, order=(0, 2, 1, 3), diloco=LOCAL(diloco_weight_bits=16, diloco_gradient_bits=16)
     ),
 }
-QUICK = (
-    "HSDP",
-    "zeropp, tp, sequence",
-    "states in host memory",
+QUICK = ("HSDP", "zeropp, tp, sequence", "states in host memory")
+SLOW = (
+    *("stage 0", "stage 2", "ZeRO-3, overlap", "qwZ", "hpZ, overlap", "qgZ", "zeropp, cyclic", "every micro-batch"),
+    *("Muon, by nodes", "Muon, whole over nodes", "no overlap, recompute", "states in host memory, hpZ off"),
+    *("replica groups, tp, late fragments", "zeropp on replica groups"),
+    "replica groups of one rank, not quantized",
 )
 
 
-@pytest.mark.parametrize("case", chosen(GRID, *QUICK))
+@pytest.mark.parametrize("case", chosen(GRID, *QUICK, slow=SLOW))
 def test_simulated_calls_and_bytes_equal_a_real_steps_in_order(case):
     for rank, (counted, order, synchronized) in enumerate(ranks(4).run(count, case)):
         step = plan(case, rank)
@@ -189,7 +191,7 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(EXPERTS, "two expert-parallel ranks"))
+@pytest.mark.parametrize("case", chosen(EXPERTS, "two expert-parallel ranks", slow=("some layers, Muon", "tp and ep")))
 def test_simulated_traffic_with_experts_equals_a_real_steps_except_for_uneven_tokens(case):
     for rank, (counted, _, _) in enumerate(ranks(4).run(count, case)):
         found = measure(plan(case, rank), case.micro_batches).traffic
