@@ -8,7 +8,7 @@ from helpers.dry_post_training import dry_run_models
 from helpers.dry_run import PeakBytes
 from helpers.ranks import ranks
 from helpers.small_run import parse
-from helpers.tiers import slow
+from helpers.tiers import chosen, nightly, slow
 from helpers.training import CPU
 
 from megazpp.data.tokenizer import ByteTokenizer
@@ -76,8 +76,13 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PLANNED.values(), ids=PLANNED)
+SLOW = (
+    *("sft, adapters, 8 bits", "sft, many adapters, untied, zeropp", "reward", "dpo, synced, zeropp, untied"),
+    *("dpo, precomputed", "dpo, adapters, 4 bits, tp", "grpo, cp", "ppo"),
+)
+
+
+@pytest.mark.parametrize("case", chosen(PLANNED, slow=SLOW))
 def test_planned_memory_of_all_models_matches_live_tensors(case):
     asked, flags, recorded = case
     dry = dry_run_models(parse(f"{SMALL} {flags}").config, asked, TWO_BY_TWO, rank=0)
@@ -88,7 +93,7 @@ def test_planned_memory_of_all_models_matches_live_tensors(case):
     ("flags", "asked"),
     [
         slow("--expert-model-parallel-size 2", configs("dpo")),
-        slow("", configs("sft", lora_r=2)),
+        nightly("", configs("sft", lora_r=2)),
         slow("", configs("sft", lora_r=16, targets=("w1", "w2", "w3"))),
     ],
     ids=["dpo, ep", "sft, adapters", "sft, adapters on experts"],
