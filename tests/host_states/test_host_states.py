@@ -68,7 +68,13 @@ def both(function: Any, case: Case, world: int, **flags: bool) -> tuple[list[Any
     return ranks(world).run(function, case), ranks(world).run(function, offloaded)
 
 
-@pytest.mark.parametrize("setting", chosen(CASES, "lossless", "one rank"))
+SLOW = (
+    *("ZeRO-3, fp32", "ZeRO-3, bf16 sums", "4 ranks", "int8, fp16", "no overlap", "no hpZ", "every micro-batch"),
+    *("sums", "sums in bf16", "tp, lossless", "experts"),
+)
+
+
+@pytest.mark.parametrize("setting", chosen(CASES, "lossless", "one rank", slow=SLOW))
 def test_training_with_states_in_host_memory_is_bit_identical(setting):
     given = {"model": LLAMA_STYLE, "nodes": 2, "micro_batches": 2, "precision": BF16, "zero": LOSSLESS, **setting}
     world, flags = given.pop("ranks", 2), given.pop("flags", {})
