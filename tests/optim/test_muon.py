@@ -161,7 +161,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(CASES, "tp, every setting"))
+SLOW = ("tp, copies", "2 nodes, llama, tp", "2 nodes, a copy on each", "shards that end inside heads")
+
+
+@pytest.mark.parametrize("case", chosen(CASES, "tp, every setting", slow=SLOW))
 def test_muon_equals_torch_on_whole_matrices_or_rows_of_nodes(case):
     first, last = ranks(4).run(train, case)[0]
     expected = by_torch(first, case, max(1, case.nodes // case.replicas))
@@ -288,8 +291,7 @@ TRAININGS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", TRAININGS.values(), ids=TRAININGS)
+@pytest.mark.parametrize("case", chosen(TRAININGS, slow=("stage 0, tp", "stage 3, context")))
 def test_muon_training_matches_one_rank(case):
     case = dataclasses.replace(case, optimizer=MUON, steps=STEPS)
     (expected,) = ranks(1).run(train_on_ranks, Case(model=case.model, optimizer=MUON, steps=STEPS))
