@@ -155,7 +155,7 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("case", chosen(HALF))
+@pytest.mark.parametrize("case", chosen(HALF, slow=("bf16, tp and shards", "fp16, dynamic loss scale")))
 def test_half_precision_stays_within_its_rounding_of_fp32(case):
     """With bf16's 8 significant bits, losses are within 0.2 % and norms within 5 % of the fp32 run.
 
