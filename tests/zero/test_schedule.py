@@ -53,7 +53,7 @@ OVERLAPS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "setting", chosen(OVERLAPS, "lossless", slow=("zeropp", "classic", "one rank per node", "tp", "recompute"))
+    "setting", chosen(OVERLAPS, "lossless", slow=("classic", "one rank per node", "tp", "recompute"))
 )
 def test_overlap_changes_neither_results_nor_bytes(setting):
     world, given = setting
@@ -147,14 +147,14 @@ def train_with_delays(case: Case) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [ALL, LOSSLESS], ids=["zeropp", "lossless"])
 def test_random_delays_change_neither_collective_order_nor_results(zero):
-    case = Case(nodes=2, tp=2, micro_batches=2, steps=3, model=LLAMA_STYLE, zero=zero, precision=BF16)
-    expected = ranks(8).run(train_on_ranks, case)[0]
-    results = ranks(8).run(train_with_delays, case)
-    assert [r["loss"] for r in results] == [expected["loss"]] * 8
+    case = Case(nodes=2, micro_batches=2, steps=3, model=LLAMA_STYLE, zero=zero, precision=BF16)
+    expected = ranks(4).run(train_on_ranks, case)[0]
+    results = ranks(4).run(train_with_delays, case)
+    assert [r["loss"] for r in results] == [expected["loss"]] * 4
     # All ranks must call the same collectives of the same sizes in the same order. With lossless deltas, only the
     # number of calls is compared, because the sizes depend on the weights
     called = [{k: calls if zero is ALL else len(calls) for k, calls in r["called"].items()} for r in results]
-    assert called == called[:1] * 8
+    assert called == called[:1] * 4
 
 
 def order_of_cross_hops(case: Case) -> tuple[list[int], int]:
