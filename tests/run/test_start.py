@@ -123,7 +123,8 @@ def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     env |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     # A fork of a process with torch would ignore variables that torch reads when it is imported.
-    python = sys.executable if variables else str(forked_python())
+    fork = str(forked_python())
+    second = sys.executable if {"OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY"} & variables.keys() else fork
     started = [
         subprocess.Popen(
             [python, str(Path(ROOT) / "pretrain_gpt.py"), *common, *more],
@@ -133,7 +134,9 @@ def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank, (more, changed) in enumerate((([], {}), ([] if variables else flags.split(), variables)))
+        for rank, (python, more, changed) in enumerate(
+            ((fork, [], {}), (second, [] if variables else flags.split(), variables))
+        )
     ]
     outputs = [process.communicate(timeout=120)[0] for process in started]
     assert all(process.returncode != 0 for process in started)
