@@ -185,7 +185,7 @@ def test_local_steps_match_the_simulator(given):
     ("world", "case"),
     [
         slow(2, Case(nodes=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7))),
-        slow(8, Case(nodes=4, tp=2, precision=BF16, diloco=DilocoConfig(diloco_steps=2, diloco_replica_groups=2))),
+        slow(4, Case(nodes=4, precision=BF16, diloco=DilocoConfig(diloco_steps=2, diloco_replica_groups=2))),
     ],
 )
 def test_four_bit_synchronization_keeps_replica_groups_identical(world, case):
