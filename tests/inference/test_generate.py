@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.hf_models import TOKENS, VOCAB, make_model, our_model, save
 from helpers.ranks import ranks
-from helpers.tiers import slow
+from helpers.tiers import nightly, slow
 from helpers.training import CPU, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, build_on_ranks, build_step
 
 from megazpp.convert.huggingface import open_model
@@ -89,11 +89,11 @@ DRAWS = [(PROMPTS[:1], DRAWN, seed, 0) for seed in (1, 2, 1)]
     [
         ("gpt2", 2, 1, 3, False),
         slow("llama", 2, 2, 0, True),
-        slow("mixture", 2, 2, 3, False),
+        nightly("mixture", 2, 2, 3, False),
         slow("gpt2", 4, 1, 1, False),
         slow("mixture", 4, 2, 3, True),
-        slow("gpt2", 4, 2, 3, True),
-        slow("llama", 4, 4, 2, False),
+        nightly("gpt2", 4, 2, 3, True),
+        nightly("llama", 4, 4, 2, False),
     ],
 )
 def test_greedy_tokens_match_plain_forwards_and_samples_follow_the_seed(
@@ -152,7 +152,7 @@ def generate_sharded(case: Case) -> tuple[list[list[int]], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("style", "tp", "zero"), [("gpt2", 2, ZEROPP), slow("llama", 1, ZEROPP), slow("llama", 2, None)]
+    ("style", "tp", "zero"), [("gpt2", 2, ZEROPP), nightly("llama", 1, ZEROPP), slow("llama", 2, None)]
 )
 def test_generation_gathers_weights_once_and_frees_them_afterwards(style, tp, zero):
     results = ranks(4).run(generate_sharded, Case(model=STYLES[style], tp=tp, nodes=2, zero=zero))
@@ -174,7 +174,7 @@ def train_around_a_sample(case: Case, samples: bool) -> list[tuple[float, float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [None, ZEROPP])
+@pytest.mark.parametrize("zero", [nightly(None), ZEROPP])
 def test_sample_during_training_changes_nothing(zero):
     dropout = dataclasses.replace(GPT2_STYLE, hidden_dropout=0.1)
     case = Case(model=dropout, tp=2, nodes=2, sequence_parallel=True, zero=zero)
