@@ -54,7 +54,7 @@ CASES = {
 }
 
 
-SLOW = ("one rank, zero 1", "muon", "zeropp", "experts", "expert bias", "kept", "nothing kept on one node")
+SLOW = ("one rank, zero 1", "muon", "zeropp", "expert bias", "kept", "nothing kept on one node")
 
 
 @pytest.mark.parametrize("case", chosen(CASES, "tp 2", slow=SLOW))
