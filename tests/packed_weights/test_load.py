@@ -18,7 +18,7 @@ import torch.distributed as dist
 from helpers.checkpoints import frozen_place, run
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
-from helpers.tiers import slow
+from helpers.tiers import nightly, slow
 from helpers.training import (
     BIASED_STYLE,
     GPT2_STYLE,
@@ -157,7 +157,7 @@ def load_frozen(case: Case, load: str, step: int | None = None) -> tuple[str, in
 @pytest.mark.parametrize(
     "layout",
     [
-        slow({"tp": 2, "sequence_parallel": True}),
+        nightly({"tp": 2, "sequence_parallel": True}),
         {"nodes": 2, "precision": BF16},
         slow({"nodes": 2, "tp": 2, "float8": "hybrid"}),
         slow({"nodes": 2, "replicas": 2}),
@@ -192,7 +192,7 @@ def test_frozen_model_reads_the_biases_of_routers(tmp_path):
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [slow({"nodes": 2}), slow({"nodes": 2, "ep": 2})])
+@pytest.mark.parametrize("layout", [nightly({"nodes": 2}), slow({"nodes": 2, "ep": 2})])
 def test_frozen_experts_are_whole_and_bit_identical(mixture, layout):
     ranks(4).run(load_frozen, dataclasses.replace(MIXTURE, **layout), mixture)
 
@@ -263,7 +263,7 @@ def bytes_of_live_messages() -> int:
 
 @pytest.mark.parametrize(
     ("world", "layout", "bits"),
-    [(2, {"tp": 2}, 8), slow(4, {"nodes": 2}, None), slow(2, {}, 16), slow(4, {"nodes": 2, "tp": 2}, 4)],
+    [(2, {"tp": 2}, 8), nightly(4, {"nodes": 2}, None), slow(2, {}, 16), slow(4, {"nodes": 2, "tp": 2}, 4)],
 )
 def test_disk_and_memory_give_equal_tokens_and_losses_on_all_layouts(load, tmp_path, world, layout, bits):
     case = dataclasses.replace(ALONE, **layout)
@@ -280,7 +280,8 @@ def test_disk_and_memory_give_equal_tokens_and_losses_on_all_layouts(load, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [slow(2, {"tp": 2}), slow(4, {"nodes": 2}), slow(4, {"nodes": 2, "tp": 2, "precision": BF16})]
+    ("world", "layout"),
+    [nightly(2, {"tp": 2}), slow(4, {"nodes": 2}), slow(4, {"nodes": 2, "tp": 2, "precision": BF16})],
 )
 def test_streamed_experts_give_the_tokens_and_losses_of_one_rank(mixture, tmp_path, world, layout):
     """Compare a streamed mixture of experts with a resident one: tokens, and fp32 losses.
@@ -341,7 +342,7 @@ def test_packed_losses_match_the_checkpoint_up_to_rounding(tied, load):
     Weights have a standard deviation of 0.5, so the loss depends visibly on their relative error.
     """
     for case, folder, said, tolerances in (
-        (TIED, tied, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
+        (TIED, tied, "32 bits", {8: 0.3}),
         (ALONE, load, "32 bits", {16: 0.1, 8: 0.3, 4: 3.0}),
         (dataclasses.replace(ALONE, precision=BF16), load, "16 bits", {}),
     ):
