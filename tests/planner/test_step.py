@@ -206,7 +206,7 @@ def test_simulated_traffic_with_experts_equals_a_real_steps_except_for_uneven_to
 
 
 WIDE = dataclasses.replace(GPT2_STYLE, num_layers=4, hidden_size=64, ffn_hidden_size=None, max_position_embeddings=64)
-LONG = dataclasses.replace(WIDE, num_layers=1, max_position_embeddings=16384)
+LONG = dataclasses.replace(WIDE, num_layers=1, max_position_embeddings=4096)
 wide = functools.partial(Case, nodes=2, model=WIDE, vocab_size=512, seq_length=64, global_batch=8)
 
 
@@ -278,7 +278,7 @@ def live_bytes(case: Case) -> int:
 REAL = {  # cases without overlap, because PeakBytes does not see what queues allocate in their threads
     "zeropp, k = 2": wide(zero=ALONE, micro_batches=2, precision=BF16),
     "tp": wide(tp=2),
-    "16k tokens on 4": wide(nodes=1, model=LONG, cp=4, precision=BF16, seq_length=16384, global_batch=1),
+    "4k tokens on 4": wide(nodes=1, model=LONG, cp=4, precision=BF16, seq_length=4096, global_batch=1),
 }
 
 
