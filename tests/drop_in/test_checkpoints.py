@@ -7,6 +7,7 @@ them.
 import contextlib
 import gc
 import io
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.ranks import ranks
-from helpers.tiers import slow
+from helpers.tiers import chosen, nightly, slow
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -232,9 +233,13 @@ def exchange_checkpoints(folder: str, saved_by: str | None, loaded_by: str | Non
     assert found[1] == pytest.approx(expected[1], rel=1e-2)
 
 
-@pytest.mark.parametrize("load", [*(slow(name) for name in list(LOADS)[:-1]), list(LOADS)[-1]])
-@pytest.mark.parametrize("kind", [*(slow(kind) for kind in list(KINDS)[:-1]), list(KINDS)[-1]])
-def test_checkpoints_load_with_and_without_zeropp(kind, load, tmp_path):
+EXCHANGED = {f"{kind}, {load}": (kind, load) for kind, load in itertools.product(KINDS, LOADS)}
+EACH_ONCE = ("lossless, load_by_dcp", "lossless, load_whole", "feedback, load_in_place", "feedback, load_broadcast")
+
+
+@pytest.mark.parametrize("case", chosen(EXCHANGED, "both, load_broadcast", slow=EACH_ONCE))
+def test_checkpoints_load_with_and_without_zeropp(case, tmp_path):
+    kind, load = case
     for number, kinds in enumerate([(None, kind), (kind, None), (kind, kind)]):
         (folder := tmp_path / str(number)).mkdir()
         ranks(2).run(exchange_checkpoints, str(folder), *kinds, load)
@@ -260,8 +265,14 @@ def resume(folder: str, kind: str, moment: str) -> None:
     assert ("unless Handle.load" in again.said.getvalue()) == (dist.get_rank() == 0)
 
 
-@pytest.mark.parametrize("moment", ["before", slow("after")])
-@pytest.mark.parametrize("kind", [slow("lossless"), slow("feedback"), "both"])
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        ("both", "before"),
+        *(slow(kind, "after") for kind in ("lossless", "feedback")),
+        *(nightly(*case) for case in (("lossless", "before"), ("feedback", "before"), ("both", "after"))),
+    ],
+)
 def test_run_with_loaded_state_is_bit_identical(kind, moment, tmp_path):
     ranks(4).run(resume, str(tmp_path), kind, moment)
 
@@ -288,7 +299,7 @@ def load_into(folder: str, kind: str, ranks_per_node: int) -> tuple[list[float],
     return found[0], run.said.getvalue()
 
 
-@pytest.mark.parametrize("kind", [slow("lossless"), slow("feedback"), "both"])
+@pytest.mark.parametrize("kind", [nightly("lossless"), nightly("feedback"), "both"])
 def test_state_of_another_layout_starts_anew_with_one_line(kind, tmp_path):
     folder = str(tmp_path)
     expected = ranks(4).run(save_from, folder, kind)[0]
