@@ -29,7 +29,7 @@ from helpers.hf_models import (
 )
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
-from helpers.tiers import chosen, slow
+from helpers.tiers import chosen, nightly, slow
 from helpers.training import Case, build_on_ranks
 from safetensors.torch import save_file
 
@@ -201,10 +201,9 @@ def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
 ON_RANKS = [
     "gpt2",
     *map(slow, ("qwen2_moe", "llama tied, biases, wide heads", "mistral beyond its window", "olmo2", "glm4_moe")),
-    *map(
-        slow, ("mistral without", "qwen3", "qwen2 with windows", "qwen3 with alternating layers", "granite", "smollm3")
-    ),
-    *map(slow, ("phi3", "starcoder2", "yarn", "dynamic")),
+    *map(slow, ("qwen3", "phi3")),
+    *map(nightly, ("mistral without", "qwen2 with windows", "qwen3 with alternating layers", "granite", "smollm3")),
+    *map(nightly, ("starcoder2", "yarn", "dynamic")),
 ]
 
 
