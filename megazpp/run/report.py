@@ -47,7 +47,7 @@ class Records(NamedTuple):
     is_copy: bool
 
 
-def records_to_continue(verified: Verified | None, config: CheckpointConfig) -> Records | None:
+def records_to_continue(verified: Verified | None, config: CheckpointConfig, *, jobs: int) -> Records | None:
     """Return the records that a run continues; None if the run starts records of its own.
 
     A run continues the records of its checkpoint only if it saves to the folder that it loads from. A run that resumes
@@ -60,8 +60,10 @@ def records_to_continue(verified: Verified | None, config: CheckpointConfig) -> 
     Args:
         verified: checkpoint that the run loads; None for a run that starts from random weights.
         config: checkpoint flags of the run.
+        jobs: number of jobs that train the run's model. Several jobs may share --save, so that another job may have
+            saved the checkpoint and write its records; the result is then None.
     """
-    if verified is None or not verified.source.continues:
+    if verified is None or not verified.source.continues or (jobs > 1 and config.save is not None):
         return None
     here, flags = verified.source.folder.path.resolve(), verified.record.flags
     origin = Path(saved) if isinstance(saved := flags.get("save"), str) else here

@@ -163,7 +163,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         tracker = Tracker()
         if worker.rank == 0:
             with user_errors():
-                continued = records_to_continue(verified, config.checkpoint)
+                continued = records_to_continue(verified, config.checkpoint, jobs=config.jobs)
                 tracker = opened.enter_context(open_tracker(parsed, plan, continued))
         if (folder := tracker.folder) is not None:
             console.keep(folder.path / "log.txt")

@@ -28,11 +28,12 @@ def make(home: Path, save: str = "ck", run_dir: str = "run") -> dict[str, Any]:
     return {"run_dir": str(records.path), "wandb_run_id": "w", "flags": {"save": str(folder.path)}}
 
 
-def continued(saved: dict[str, Any], **flags: Any) -> Records | None:
+def continued(saved: dict[str, Any], jobs: int = 1, **flags: Any) -> Records | None:
     config = CheckpointConfig(**flags)
     source = choose_source(config, restarted=False)
     assert source is not None
-    return records_to_continue(Verified(source, 10, dataclasses.replace(record_of(Case()), **saved), 0, 0.0), config)
+    verified = Verified(source, 10, dataclasses.replace(record_of(Case()), **saved), 0, 0.0)
+    return records_to_continue(verified, config, jobs=jobs)
 
 
 def test_only_a_run_that_saves_where_it_loads_continues_the_records(tmp_path):
@@ -50,6 +51,8 @@ def test_only_a_run_that_saves_where_it_loads_continues_the_records(tmp_path):
         (inner, {"load": inside, "save_to_run_dir": True}, "own"),
         (inner, {"load": inside, "save_to_run_dir": True, "save": fork}, None),
         (saved, {"load": load, "save": fork, "finetune": True}, None),
+        (saved, {"load": load, "save": load, "jobs": 2}, None),  # another group of an elastic run may have saved
+        (inner, {"load": inside, "save_to_run_dir": True, "jobs": 2}, "own"),
     ):
         assert continued(record, **flags) == (found and Records(tmp_path / found, "w", False)), flags
 
