@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.program import user_errors
+from megazpp.base.program import UserError, user_errors
 from megazpp.checkpoint.state import StatePart
 from megazpp.data.loader import on_device
 from megazpp.data.tokenizer import Tokenizer
@@ -381,7 +381,7 @@ class RolloutLoader(StatePart):
         table, seconds = self.summed(table), time.perf_counter() - began
         if table[:, :-2].isnan().all():
             silent = ", ".join(self._reward_names)
-            raise ValueError(
+            raise UserError(
                 f"--reward-funcs: {silent} returned None for all {len(table)} completions of iteration {iteration}, "
                 "so there is no reward to train with; give each completion a number from at least one function"
             )

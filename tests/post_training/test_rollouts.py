@@ -110,7 +110,7 @@ def train_all(names: list[str], multiple: int, **layout: Any) -> list[Any]:
 def step_without_rewards(case: PostCase) -> str:
     loader = open_loader(case)
     loader.sampler.functions = [RewardFunction("silent", lambda completions, **rest: [None] * len(completions))]
-    with pytest.raises(ValueError, match="evens returned None for all 8 completions of iteration 1") as error:
+    with pytest.raises(UserError, match="evens returned None for all 8 completions of iteration 1") as error:
         loader.step(0, BATCH)
     return str(error.value)
 
