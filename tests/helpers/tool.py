@@ -7,11 +7,12 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.program import LAUNCHER_VARIABLES
+from helpers.program import LAUNCHER_VARIABLES, ROOT
 from helpers.ranks import ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -22,16 +23,16 @@ from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
 
 
-def run_tool(tool: str, *flags: object, world: int = 1) -> tuple[int, str]:
-    """Run the program `tool` of the folder tools/ on `world` ranks of `helpers.ranks`.
+def run_tool(tool: str, *flags: object, world: int = 1, cwd: Path = ROOT) -> tuple[int, str]:
+    """Run the program `tool` of the folder tools/ on `world` ranks of `helpers.ranks`, in the working directory `cwd`.
 
     Returns:
         Exit code and printed output of rank 0.
     """
-    return ranks(world).run(_run_on_rank, tool, [str(flag) for flag in flags], uuid.uuid4().hex)[0]
+    return ranks(world).run(_run_on_rank, tool, [str(flag) for flag in flags], uuid.uuid4().hex, cwd)[0]
 
 
-def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
+def _run_on_rank(tool: str, flags: list[str], key: str, cwd: Path) -> tuple[int, str]:
     rank, world_size, said = dist.get_rank(), dist.get_world_size(), io.StringIO()
     store = dist.PrefixStore(key, _get_default_store())
 
@@ -44,6 +45,7 @@ def _run_on_rank(tool: str, flags: list[str], key: str) -> tuple[int, str]:
         yield Worker(**vars(own), device=torch.device("cpu"), store=store, watchdog=watchdog)
 
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
         for name in LAUNCHER_VARIABLES:
             patch.delenv(name, raising=False)
         patch.setattr(sys, "argv", [f"{tool}.py", *flags])  # error messages quote the flags from here
