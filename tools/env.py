@@ -1,7 +1,6 @@
 """Print the environment for an issue report: versions, devices, links, back ends and missing packages.
 
-    python tools/env.py          as text
-    python tools/env.py --json   as JSON
+    python tools/env.py
 
 Describes the host on which it runs. If a launcher starts several ranks, only rank 0 prints. If a part of the
 information is not available, the report says why.
@@ -10,7 +9,6 @@ information is not available, the report says why.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import re
 import sys
@@ -77,17 +75,11 @@ def collect() -> dict[str, Section]:
 
 @program
 def main(argv: list[str]) -> None:
-    """Print the report about this host, as text or JSON; only rank 0 of several ranks prints."""
-    parser = flags_of(__doc__)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    args = parser.parse_args(argv)
+    """Print the report about this host; only rank 0 of several ranks prints."""
+    flags_of(__doc__).parse_args(argv)
     if launched_rank() != 0:
         return
-    report = collect()
-    if args.json:
-        print(json.dumps(report, indent=2))
-        return
-    for title, section in report.items():
+    for title, section in collect().items():
         print("\n".join([title, *(f"  {row}" for row in aligned([*section.items()] or [(EMPTY[title],)])), ""]))
 
 
