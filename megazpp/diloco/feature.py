@@ -24,7 +24,7 @@ class Diloco(Feature):
         flags = config.section(DilocoConfig)
         if config.jobs > 1:
             return 1  # elastic DiLoCo: each replica group is a separate job
-        return count_replica_groups(flags, cluster, verify_interval=config.verify.zero_verify_interval)
+        return count_replica_groups(flags, cluster, verify_interval=config.zero.zero_verify_interval)
 
     def check(self, config: RunConfig, plan: RunPlan) -> DilocoPlan | None:
         """Return the DiLoCo plan of the run, after checks of the flags; None without --diloco-steps."""

@@ -37,7 +37,7 @@ from megazpp.training.config import (
     TimingConfig,
     TrackingConfig,
 )
-from megazpp.zero.config import CommPlan, PrecisionConfig, VerifyConfig, ZeroConfig
+from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 
 if TYPE_CHECKING:
     from megazpp.data.tokenizer import Tokenizer
@@ -130,7 +130,6 @@ class RunConfig:
     nccl: NcclConfig
     stop: StopConfig
     anomalies: AnomalyConfig
-    verify: VerifyConfig
     features: tuple[Any, ...] = ()
     sections: tuple[FeatureConfig, ...] = ()
 

@@ -362,7 +362,7 @@ class Trainer:
             plan.batches,
             losses,
             scaler=scaler,
-            verify_interval=config.verify.zero_verify_interval,
+            verify_interval=config.zero.zero_verify_interval,
             verify=functools.partial(verify_weights, sharding, dims),
             rewind=(lambda: self.checkpoints.rewind().iteration) if rewinds else None,
         )

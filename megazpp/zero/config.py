@@ -47,6 +47,9 @@ class ZeroConfig(Config):
             half the memory.
         zero_cross_every_microbatch: reduce gradients across nodes in every micro-batch instead of once per step: no
             memory for accumulation, but more traffic.
+        zero_verify_interval: steps between two checks that all ranks gather the same weights; a difference ends the job
+            before the update and names the unit and the ranks; a check costs one more gather of all weights (default:
+            never).
         optimizer_cpu_offload: keep fp32 weights, moments and the gradients of a step in host memory (16 bytes per
             parameter); the optimizer updates them on the device, one sharding unit after the other, with identical
             results.
@@ -73,6 +76,7 @@ class ZeroConfig(Config):
     zero_error_feedback_reset: int | None = flag(None, must_be="positive")
     zero_accumulate_in_bf16: bool = flag(False)
     zero_cross_every_microbatch: bool = flag(False)
+    zero_verify_interval: int | None = flag(None, must_be="positive")
 
     optimizer_cpu_offload: bool = flag(False)
     zero_offload_partial_sums: bool = flag(False, needs="--optimizer-cpu-offload")
@@ -251,18 +255,3 @@ class CommPlan(NamedTuple):
 def _spell(fmt: BlockFormat | None) -> str:
     """Return a block format in words for the log, such as "int8 in blocks of 256"; "not quantized" for None."""
     return "not quantized" if fmt is None else f"int{fmt.bits} in blocks of {fmt.block_size}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyConfig(Config):
-    """Silent data corruption.
-
-    The flag of the check that all ranks gather the same weights (verify.py).
-
-    Attributes:
-        zero_verify_interval: steps between two checks that all ranks gather the same weights; a difference ends the job
-            before the update and names the unit and the ranks; a check costs one more gather of all weights (default:
-            never).
-    """
-
-    zero_verify_interval: int | None = flag(None, must_be="positive")

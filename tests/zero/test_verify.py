@@ -11,7 +11,7 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen, slow
 from helpers.training import LLAMA_STYLE, Case, build_step
 
-from megazpp.zero.config import PrecisionConfig, VerifyConfig, ZeroConfig
+from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.verify import CorruptWeightsError, describe, verify_weights
 
 ZEROPP = ZeroConfig(zeropp=True)
@@ -108,4 +108,4 @@ def test_minority_is_blamed_or_non_owners_if_ranks_split_evenly():
 
 def test_non_positive_verify_interval_is_rejected():
     with pytest.raises(ValueError, match="--zero-verify-interval 0 is not positive"):
-        VerifyConfig(zero_verify_interval=0)
+        ZeroConfig(zero_verify_interval=0)
