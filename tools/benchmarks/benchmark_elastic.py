@@ -1,4 +1,4 @@
-"""Measure elastic DiLoCo with real jobs on this machine: kills, outages, slow groups, a slow network, and the loss.
+"""Measure elastic DiLoCo with real jobs on this machine: kills, outages, slow groups and a slow network.
 
     python tools/benchmarks/benchmark_elastic.py --out runs/elastic kills
 
@@ -9,12 +9,10 @@
 | slow | Do groups wait for a group that is twice as slow, or whose messages take longer than an interval? |
 | goodput | Which fraction of the tokens per second is left if a group is away for one of every ten intervals? |
 | network | Which fraction of the speed is left on a network of 100 Mbit/s with a round trip of 100 ms? |
-| loss | Does a kill every ten intervals change the validation loss, at equal merged tokens? |
 
 An interval is the time between two synchronizations. Each training step waits until a fixed time has passed, so that
-other load on the machine hardly matters. Only the experiment `loss` does not wait. benchmark_elastic_job.py emulates
-slow steps and links. Times are read from the coordinator's journal. Every experiment prints one line per measurement,
-and its last line is the result.
+other load on the machine hardly matters. benchmark_elastic_job.py emulates slow steps and links. Times are read from
+the coordinator's journal. Every experiment prints one line per measurement, and its last line is the result.
 """
 
 from __future__ import annotations
@@ -42,7 +40,6 @@ from megazpp.base.program import begin
 begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from benchmark_elastic_job import POINTS, Emulation
-from compare_wire_formats import mean_and_error
 
 from megazpp.base.program import end_with, exit_on_signals, flags_of, program, say
 from megazpp.elastic.rounds import BLIP_SECONDS
@@ -55,11 +52,6 @@ TINY = (
 )
 # A model of 10.6M parameters, whose messages take long enough on a slow network to delay the groups measurably
 WIDE = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 8192"
-TEXT = (
-    "@configs/gpt_tiny.args --hidden-size 64 --seq-length 64 --max-position-embeddings 64 --vocab-size 512 "
-    "--micro-batch-size 4 --train-iters 1000 --diloco-outer-lr 1 --diloco-outer-momentum 0 --log-interval 100 "
-    "--eval-interval 100000 --eval-iters 64 --sample-tokens 0"
-)
 POLL_SECONDS, LIMIT_SECONDS, OUTAGE_SECONDS = 0.05, 280.0, 3.0
 
 
@@ -154,14 +146,11 @@ class Site:
 
     def check(self) -> None:
         """Assert that all groups had equal outer states at each version, and that no sample was merged twice."""
-        assert "ERROR" not in self.said(), self.said()
+        said = "".join(path.read_text() for path in sorted(self.folder.glob("coordinator-*.txt")))
+        assert "ERROR" not in said, said
         cells = [cell for commit in self.commits() for entry in commit["set"] for cell in entry["cells"]]
         steps = [(block, column, step) for block, column, first, stop in cells for step in range(first, stop)]
         assert len(steps) == len(set(steps))
-
-    def said(self) -> str:
-        """Return everything that the coordinator has printed."""
-        return "".join(path.read_text() for path in sorted(self.folder.glob("coordinator-*.txt")))
 
     def _start(self, command: Sequence[str], name: str) -> tuple[subprocess.Popen[bytes], Path]:
         output = self.folder / f"{name}-{next(self._numbers)}.txt"
@@ -306,40 +295,12 @@ def measure_network(out: Path) -> str:
     )
 
 
-def measure_loss(out: Path, seeds: Sequence[int] = (1, 2, 3)) -> str:
-    """Return by how much a kill every ten intervals changes the validation loss, at equal merged tokens."""
-    differences = []
-    for seed in seeds:
-        losses = {}
-        for kills in (0, 3):
-            folder = out / f"{kills}-kills-{seed}"
-            with Site(folder, f"{TEXT} --global-batch-size 12 --nproc 1 --seed {seed}", groups=3, steps=30) as run:
-                groups = {name: run.start(name) for name in "abc"}
-                for kill in range(kills):
-                    hold = folder / f"hold-{kill}"
-                    after = run.start("b", hold_file=str(hold))  # started early: its imports must not count as absence
-                    run.wait_for_version(10 * (kill + 1))
-                    run.kill(groups["b"])
-                    groups["b"] = after
-                    hold.touch()
-                groups["a"].wait()
-                run.check()
-                (summary,) = folder.glob("a-*/summary.json")
-                losses[kills] = json.loads(summary.read_text())["validation_loss"]
-                merged = run.commits()[-1]["merged"]
-                returned = sum(int(n) for n in re.findall(r"(\d+) steps of its leases are free", run.said()))
-                say(f"seed {seed}, {kills} kills: loss {losses[kills]:.4f}, {merged} steps merged, {returned} returned")
-        differences.append(losses[3] - losses[0])
-    return f"with kills the validation loss differs by {mean_and_error(differences)}"
-
-
 EXPERIMENTS = {
     "kills": measure_kills,
     "coordinator": measure_coordinator,
     "slow": measure_slow,
     "goodput": measure_goodput,
     "network": measure_network,
-    "loss": measure_loss,
 }
 
 

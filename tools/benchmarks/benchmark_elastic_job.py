@@ -64,7 +64,6 @@ class Emulation:
         network_file: path; rate and latency apply only while this file exists. "" applies them always.
         kill_at: point in POINTS at which the job is killed; "" never kills.
         killed_file: file to which the time of the kill is written.
-        hold_file: path; the job waits for this file after its imports, before it starts. "" does not wait.
     """
 
     step_seconds: float = 0.0
@@ -74,7 +73,6 @@ class Emulation:
     network_file: str = ""
     kill_at: str = ""
     killed_file: str = ""
-    hold_file: str = ""
 
 
 def around(owner: Any, name: str, *, before: Callable[..., Any] | None = None, after: Any = None) -> None:
@@ -183,7 +181,5 @@ if __name__ == "__main__":
         slow_down_network(given)
     if given.kill_at:
         Kill(given)
-    while given.hold_file and not Path(given.hold_file).exists():
-        time.sleep(0.02)
     sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]  # without the JSON object: worker processes parse it again
     raise SystemExit(pretrain_gpt.main(sys.argv[1:]))
