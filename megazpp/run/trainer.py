@@ -353,7 +353,7 @@ class Trainer:
         losses = LossHistory()
         self.flags = run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
         rewinds = config.anomalies.loss_spike_action == "rewind"  # a loss spike reloads the last checkpoint
-        self.values = values = RunValues(optimizer, scaler, losses)
+        self.values = values = RunValues(scaler, losses)
         self.states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
         self.guard = guard = Guard(
             config.anomalies,
@@ -378,7 +378,6 @@ class Trainer:
         record = CheckpointMetadata(
             progress=TrainingProgress(),
             scaler={},
-            groups=[],
             schedule=plan.schedule.state_dict(),
             flags=found_from_anywhere(flags),
             vocab_size=tokenizer.vocab_size,

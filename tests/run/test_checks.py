@@ -84,7 +84,6 @@ REFUSED = """
 2 | --zeropp --zero-weight-delta auto --zero-weight-bits 8 | auto and --zero-weight-bits 8 are both set
 2 | --zeropp --zero-weight-delta auto --zero-hpz-partition-size 1 | auto and --zero-hpz-partition-size 1 are both
 1 | --adam-beta2 1.0 | --adam-beta2 1.0 is not in [0, 1)
-1 | --optimizer-backend apex | --optimizer-backend apex
 1 | --no-muon-use-nesterov | --no-muon-use-nesterov needs --optimizer muon, not adam
 1 | --loss-spike-sigma 5 --loss-spike-action rewind | --loss-spike-action rewind needs --save
 1 | --timeline-step 11 | --timeline-step 11 is not reached: the run ends with iteration 10
