@@ -136,7 +136,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         cluster = resolve_cluster(worker, config.cluster, announced, on_one_machine=on_one_machine)
         find_product(config.model, worker.device)  # called for its ValueError: the device may not support --fp8-format
         layout = lay_out(config, cluster)
-    dims = ParallelDims(layout, device_type=worker.device.type, nccl=config.nccl)
+    dims = ParallelDims(layout, device_type=worker.device.type)
     worker.watchdog.watch(dims)
     seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     if config.cluster.measure_links:

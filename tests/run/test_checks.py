@@ -71,7 +71,6 @@ REFUSED = """
 1 | --distributed-timeout-minutes 1e12 | 1000000000000.0 is more than 527040, a year
 1 | --distributed-timeout-seconds-after-init 1e12 | 1000000000000.0 is more than 31622400, a
 1 | --optimizer sgd --sgd-momentum 1 | --sgd-momentum 1.0 is not in [0, 1)
-1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is more than 64, NCCL's limit
 1 | --node-rank 1 | command line: --node-rank 1 needs --nnodes
 1 | --master-addr a | command line: --master-addr a needs --nnodes
 1 | --master-port 70000 | --master-port 70000 is more than 65535, the largest TCP port
