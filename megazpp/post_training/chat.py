@@ -182,6 +182,13 @@ class ChatTemplate:
                     f"message {number} has the role {role!r}, which is none of {', '.join(_ROLES)}, and {self.name}"
                     " does not contain it: correct the role, or give a template that handles it"
                 )
+        given = {name for name in ("tools", "documents") if options.get(name)}
+        given |= {"tool_calls" for message in messages if message.get("tool_calls")}
+        if unread := [name for name in sorted(given) if name not in source]:
+            raise ValueError(
+                f"{self.name} does not read {' and '.join(map(repr, unread))} of the conversation, so its text would "
+                "lack them: give a template that reads them by --chat-template, or remove them from the data"
+            )
         if not messages or messages[0]["role"] not in ("system", "developer"):
             messages = [*self._system, *messages]
         if not _READS_PARTS.search(source):

@@ -127,9 +127,9 @@ def test_template_files_in_the_folder_override_the_config(tmp_path):
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), load(folder)
     template = load_chat_template(ChatConfig(), ours)
-    for tools in (None, [TOOL]):
-        expected = theirs.apply_chat_template(CALLS, tools=tools, tokenize=False)
-        assert template.render(CALLS, options={"tools": tools} if tools else {}) == expected
+    for tools, said in ((None, [ASK, TELL]), ([TOOL], CALLS)):
+        expected = theirs.apply_chat_template(said, tools=tools, tokenize=False)
+        assert template.render(said, options={"tools": tools} if tools else {}) == expected
     assert "additional_chat_templates/tool_use.jinja" in ours.files
 
 

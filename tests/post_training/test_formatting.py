@@ -152,6 +152,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (message(role="usr", content="a"), "message 1 has the role 'usr', which is none of system"),
     (message(role="user", content=None), "message 1 of 'messages' has the role 'user' and no content"),
     (message(role="assistant", tool_calls=[]), "has the role 'assistant' and no content"),
+    (message(role="assistant", tool_calls=["f"]), "the default chat template does not read 'tool_calls' of the conv"),
+    (
+        {"messages": [USER, ANSWER], "tools": [{"name": "f"}], "documents": [{"text": "t"}]},
+        "the default chat template does not read 'documents' and 'tools' of the conversation",
+    ),
     (message(role="user", content=5), "has the content 5, neither a string nor a list"),
     (message(role="user", content=[{"type": "image"}]), "has a part that is not text: {"),
 ]
