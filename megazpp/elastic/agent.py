@@ -285,7 +285,8 @@ class Agent:
                 raise OutError(
                     f"the run is at version {state['version']}, but this group has version {self.version}: start its "
                     "job again, unless the version is of its checkpoint; then start tools/coordinate.py with the "
-                    "--folder of the checkpoint's run, or start a new run with --finetune"
+                    "--folder of the checkpoint's run, load an earlier checkpoint with --ckpt-step if that folder was "
+                    "restored from a backup, or start a new run with --finetune"
                 )
             self.state, self._state_at = state, time.monotonic()
             merged = {entry["cid"] for commit in state["commits"].values() for entry in commit["set"]}
