@@ -320,6 +320,12 @@ def test_long_report_is_truncated_and_counts_the_rest():
     assert lines[-1] == "and 6 more"
 
 
+def test_report_of_one_rank_names_it_although_its_gradients_are_not_reduced():
+    report = StepReport(0, 5, 1.0, INF, [1.0], None, {"p": INF})
+    lines = describe(report, [report], first_sample=0, micro_batch_size=1).splitlines()
+    assert lines[1:] == ["p: the norm of the gradient is inf, from rank 0"]
+
+
 def test_report_names_the_loss_scale_of_the_step():
     for scale, expected in (
         (1.0, "norm inf; the job ends"),
