@@ -233,7 +233,8 @@ def adapted(home) -> dict[str, dict[str, Any]]:
         "merged": ("adapters", "--lora-r 2"),
         "kept": ("llama", "--lora-load adapters/adapter"),
         "all": ("adapters", ""),
-        "foreign-kept": ("llama", "--lora-load foreign"),
+        # on one rank, because each rank imports PEFT to read a foreign adapter
+        "foreign-kept": ("llama", "--lora-load foreign --nproc 1 --tensor-model-parallel-size 1"),
         "foreign-all": ("foreign-in", ""),
     }
     run = f"{DPO} {split} --train-iters 1"
