@@ -203,7 +203,7 @@ def one_step(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.Tensor, d
 
 
 @pytest.mark.parametrize(("size", "sequence_parallel", "kind"), [
-    (1, False, "selective"),
+    nightly(1, False, "selective"),
     (2, True, "full"),  # full recomputation with sequence parallelism repeats the all-gathers too
 ])  # fmt: skip
 def test_recomputation_of_compiled_dropout_layers_changes_no_bit(size, sequence_parallel, kind):
