@@ -46,15 +46,17 @@ def accelerate_as_on_gpus() -> None:
 def torchtitan_on_cpu() -> None:
     """Make torchtitan run on CPUs, with torch's attention in place of flex attention.
 
-    Call this before any other import of torchtitan.
+    Masks are made by eager code, because compiling that code in C++ takes seconds on each rank. Call this before any
+    other import of torchtitan.
     """
     from torchtitan.tools import utils
 
     # set these before other modules of torchtitan copy them by an import
     utils.device_type, utils.device_module = "cpu", torch.cpu
-    from torchtitan.models.common.attention import FlexAttention
+    from torchtitan.models.common import attention
 
-    FlexAttention._compiled_flex_attn = staticmethod(_attention)
+    attention.FlexAttention._compiled_flex_attn = staticmethod(_attention)
+    attention._compiled_create_block_mask = attention.create_block_mask
 
 
 def main(mode: str, path: str) -> None:
