@@ -73,6 +73,7 @@ INSTEAD = [
     (r"^python \S+ @configs/post_training/.*", r"\g<0> --nproc 1 --train-iters 1 --lr-warmup-iters 0"),
     # a learning rate for a model of 0.7M parameters
     (r"(^python tools/post_train.py --objective (?:sft|dpo) .*--lr) (?:5e-5|1e-6)", r"\1 3e-3"),
+    (r"(^python tools/post_train.py --objective (?:sft|grpo) .*--train-iters) (?:100|20)", r"\1 4"),
     (r"^python pretrain_gpt.py @book.args.*", rf"\g<0> {SMALL_RUN}"),
     (r"^python pretrain_gpt.py .*--load again/.*", r"\g<0> --nproc 1"),
     (
