@@ -28,6 +28,7 @@ import megazpp
 from megazpp.base.files import cache_folder
 from megazpp.base.program import aligned, flags_of, launched_rank, program
 from megazpp.kernels.block_quant import backend, native
+from megazpp.optim.apex import check_apex
 from megazpp.optim.build import optimizer_backends
 from megazpp.optim.config import OptimizerConfig
 from megazpp.parallel.host_discovery import describe_host
@@ -98,6 +99,11 @@ def versions() -> Section:
     found = {"megazpp": f"{megazpp.__version__} in {Path(megazpp.__file__).parent}"}
     found |= {name.replace("_", " "): value for name, value in kept.items()}
     found |= {name: _version(name) or "not installed" for name in (*REQUIRED, *OPTIONAL)}
+    try:
+        check_apex("cuda")
+        found["apex"] = "NVIDIA's, with FusedAdam"
+    except ValueError as error:
+        found["apex"] = str(error).removeprefix("--optimizer-backend apex: ").partition(";")[0]
     return found
 
 

@@ -35,6 +35,7 @@ class CheckpointMetadata:
     Attributes:
         progress: training progress at the save.
         scaler: state of the loss scaler, from its `state_dict`.
+        groups: for each parameter group, values that the optimizer stores in the group, such as apex's step count.
         schedule: learning-rate schedule, as `Schedule.state_dict()`.
         flags: value of every flag by field name, with absolute paths (see `found_from_anywhere`). The dictionary also
             has entries that are not flags: `SAMPLES`, `IMPORTED_FROM` and `SCORE_PAD`.
@@ -54,6 +55,7 @@ class CheckpointMetadata:
 
     progress: TrainingProgress
     scaler: dict[str, Any]
+    groups: list[dict[str, Any]]
     schedule: dict[str, Any]
     flags: dict[str, Any]
     vocab_size: int
@@ -135,7 +137,6 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
         values = json.loads(read_small_file(path))
         is_readable = int(values["format"]) == FORMAT
         if is_readable:
-            values.pop("groups", None)  # an entry of older checkpoints, with values that no optimizer uses
             record = CheckpointMetadata(**values | {"progress": TrainingProgress(**values["progress"])})
             Schedule(**record.schedule)
     except (OSError, ArithmeticError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -238,19 +239,20 @@ def check_same_vocabulary(record: CheckpointMetadata, vocab_size: int, where: Pa
 def check_same_optimizer(saved: Mapping[str, Any], flags: Mapping[str, Any], where: Path) -> None:
     """Raise ValueError if this run's optimizer cannot load the checkpoint's optimizer states.
 
-    AdamW and Muon can load each other's checkpoints. Muon updates some parameters differently from AdamW, and the
-    moments of these parameters then start at zero.
+    AdamW and Muon can load each other's checkpoints if --optimizer-backend is the same. Muon updates some parameters
+    differently from AdamW, and the moments of these parameters then start at zero.
 
     Args:
         saved: flags of the checkpoint by field name.
         flags: flags of this run by field name.
         where: path of the checkpoint, for the message.
     """
-    before, now = saved.get("optimizer"), flags["optimizer"]
-    if before != now and {before, now} != {"adam", "muon"}:
-        raise ValueError(
-            f"--optimizer is {now}, was {before} in {where}; pass --no-load-optim to start with new moments"
-        )
+    pair = {saved.get("optimizer"), flags["optimizer"]}
+    if pair == {"adam", "muon"} and saved.get("optimizer_backend") == flags["optimizer_backend"]:
+        return
+    if names := [name for name in ("optimizer", "optimizer_backend") if saved.get(name) != flags[name]]:
+        changes = ", ".join(_changes(names, flags, saved))
+        raise ValueError(f"{changes} in {where}; pass --no-load-optim to start with new moments")
 
 
 def found_from_anywhere(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from megazpp.base.files import DamagedError
 from megazpp.base.program import GIGA
 from megazpp.checkpoint.checksums import checkpoint_digest, verify_files
@@ -460,7 +462,7 @@ class CheckpointReader:
             try:
                 self._state.values.load_state_dict(vars(record))
             except (KeyError, TypeError, ValueError) as error:
-                problem = f"loss scale or earlier losses are damaged: {error!r}"
+                problem = f"loss scale, earlier losses or values of optimizer groups are damaged: {error!r}"
                 raise DamagedError(f"{checkpoint / RECORD}: {problem}") from error
         return self._state.accept(targets, iteration=record.progress.iteration, **parts)
 
@@ -540,8 +542,8 @@ def load_weights(
     Raises:
         ValueError: the checkpoint is damaged, or has another model or tokenizer.
     """
-    # `TrainState` requires a loss scaler, but loading only weights does not change it
-    values = RunValues(LossScaler(LossScaleConfig(), fp16=False))
+    # `TrainState` requires an optimizer and a loss scaler, but loading only weights does not change them.
+    values = RunValues(torch.optim.SGD(model.parameters()), LossScaler(LossScaleConfig(), fp16=False))
     state = TrainState(model, sharding, values, [Weights(model, sharding)])
     own = dataclasses.replace(record, vocab_size=vocab_size, tokenizer=tokenizer or record.tokenizer)
     axis = open_axis(dims)

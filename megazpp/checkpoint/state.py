@@ -96,9 +96,10 @@ class StatePart:
 
 
 class RunValues:
-    """The training state outside of tensors: loss scale and losses of earlier steps.
+    """The training state outside of tensors: loss scale, values of optimizer groups, and losses of earlier steps.
 
     Args:
+        optimizer: optimizer of the run.
         scaler: loss scaler of the run.
         guard: detector of loss spikes, which stores losses of earlier steps; None if the run has no detector.
     Attributes:
@@ -106,17 +107,21 @@ class RunValues:
             is the current loss scale.
     """
 
-    def __init__(self, scaler: LossScaler, guard: Stateful | None = None) -> None:
-        self.scaler, self._guard = scaler, guard
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler, guard: Stateful | None = None) -> None:
+        self.scaler, self._optimizer, self._guard = scaler, optimizer, guard
         self.saved_scale = scaler.scale  # `load_state_dict` replaces this value by the checkpoint's
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields `scaler` and `guard` of a checkpoint's metadata (`CheckpointMetadata`)."""
+        """Return the fields `scaler`, `guard` and `groups` of a checkpoint's metadata (`CheckpointMetadata`).
+
+        `groups` contains the step count of each parameter group if the optimizer stores it there, as apex's do.
+        """
+        groups = [{key: group[key] for key in ("step",) if key in group} for group in self._optimizer.param_groups]
         guard = self._guard.state_dict() if self._guard is not None else {}
-        return {"scaler": self.scaler.state_dict(), "guard": guard}
+        return {"scaler": self.scaler.state_dict(), "guard": guard, "groups": groups}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Restore the values from the fields `scaler` and `guard` of a checkpoint's metadata.
+        """Restore the values from the fields `scaler`, `guard` and `groups` of a checkpoint's metadata.
 
         Raises:
             KeyError, TypeError, ValueError: the values in the checkpoint are damaged.
@@ -126,6 +131,10 @@ class RunValues:
         self.saved_scale = float(scaler.get("scale", self.scaler.scale))
         if self._guard is not None and guard:
             self._guard.load_state_dict(guard)
+        # Only apex's optimizers store values in the groups. Others may have another number of groups than at the save.
+        if any(values["groups"]):
+            for group, own in zip(self._optimizer.param_groups, values["groups"], strict=True):
+                group.update(own)
 
 
 class TrainState:

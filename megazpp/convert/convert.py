@@ -106,7 +106,7 @@ def convert(
     # ---- write a MegaZ++ checkpoint with merged adapters, without training state
     own = open_tokenizer(source, record, tokenizer, say)
     flags = record.flags | dict.fromkeys((*opener.flags, IMPORTED_FROM))
-    record = dataclasses.replace(record, scaler={}, guard={}, layout={}, tokenizer_folder=None)
+    record = dataclasses.replace(record, scaler={}, groups=[], guard={}, layout={}, tokenizer_folder=None)
     record = dataclasses.replace(record, flags=flags, vocab_size=model.rows, has_optimizer=False, has_rng=False)
     with whole_folder(target) as unfinished:
         write_weights(unfinished, model, record, {} if own is None else own.files)
@@ -245,6 +245,7 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
     record = CheckpointMetadata(
         progress=model.progress,
         scaler={},
+        groups=[],
         schedule=schedule.state_dict(),
         flags=found_from_anywhere(flags) | {IMPORTED_FROM: model.origin},
         vocab_size=model.rows,

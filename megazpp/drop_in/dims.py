@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue
+from megazpp.parallel.config import NcclConfig
 from megazpp.parallel.dims import ParallelDims, axis_options, make_group
 from megazpp.topology.layout import Layout
 
@@ -108,7 +109,7 @@ class GuestDims(ParallelDims):
         name, ranks = f"megazpp {name}", self.layout.axis_ranks(axis, dist.get_rank())
         if (found := find_group(ranks, name)) is not None:
             return found
-        options = None if backend else axis_options(axis, self.layout)
+        options = None if backend else axis_options(axis, self.layout, NcclConfig())
         if options is None:
             # Name a back end: without it and without options, `make_group` would return the default group for an axis
             # of all ranks of the job. The program may use the default group while hops are pending.

@@ -22,6 +22,7 @@ class HostStatesFeature(Feature):
         """Raise a ValueError if --optimizer-cpu-offload is set together with flags that it does not support."""
         refused = {
             f"--optimizer {config.optimizer.optimizer}": config.optimizer.optimizer != "adam",
+            f"--optimizer-backend {config.optimizer.optimizer_backend}": config.optimizer.optimizer_backend != "torch",
             "--async-save": config.checkpoint.async_save,
             "--log-num-zeros-in-grad": config.tracking.log_num_zeros_in_grad,
         }

@@ -151,7 +151,7 @@ def _load(
     on_one_machine = functools.partial(config.detect_cluster, worker.world_size, {})
     layout = lay_out(config, resolve_cluster(worker, config.cluster, announced, on_one_machine=on_one_machine))
     wire, notices = plan_model(config, layout, device_type=device.type)
-    dims = ParallelDims(layout, device_type=device.type)
+    dims = ParallelDims(layout, device_type=device.type, nccl=config.nccl)
     worker.watchdog.watch(dims)
     seed_everything(seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=say)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazpp.optim.apex import ApexAdam, check_apex
 from megazpp.optim.config import OptimizerConfig
 from megazpp.optim.muon import JointOrthogonalizer, Orthogonalizer, row_dtype
 from megazpp.optim.muon_plan import layer_matrices
@@ -38,6 +39,9 @@ def build_optimizer(
         dtype: dtype in which the model computes. Muon derives from it the dtype in which rows are communicated.
         adamw: class that --optimizer adam uses in place of `ShardedAdamW`, such as the one for host memory; None for
             `ShardedAdamW`.
+
+    Raises:
+        ValueError: --optimizer-backend apex is set, but apex is not installed or the device is not CUDA.
     """
     named = list(model.named_parameters())
     if config.optimizer == "muon":
@@ -46,6 +50,9 @@ def build_optimizer(
     groups, betas = parameter_groups(named, config.weight_decay), (config.adam_beta1, config.adam_beta2)
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum, foreach=True)
+    if config.optimizer_backend == "apex":
+        check_apex(named[0][1].device.type)
+        return ApexAdam(groups, betas=betas, eps=config.adam_eps)
     return (adamw or ShardedAdamW)(groups, lr=0.0, betas=betas, eps=config.adam_eps, fused=True, foreach=False)
 
 
@@ -81,7 +88,9 @@ def optimizer_backends(config: OptimizerConfig, device_type: str) -> list[tuple[
         device_type: type of the run's devices, "cpu" or "cuda".
     """
     implementation, why = "torch.optim.AdamW(fused=True)", f"torch has a fused kernel on {device_type}"
-    if config.optimizer == "sgd":
+    if config.optimizer_backend == "apex":
+        implementation, why = "apex.optimizers.FusedAdam", "selected by --optimizer-backend apex"
+    elif config.optimizer == "sgd":
         implementation, why = "torch.optim.SGD(foreach=True)", "torch's fused SGD does not support DTensors"
     elif config.optimizer == "muon":
         implementation = "Muon for the layers' matrices, in batches of one shape; " + implementation

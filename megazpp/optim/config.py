@@ -50,11 +50,13 @@ class MuonConfig(Config):
 class OptimizerConfig(MuonConfig):
     """Optimizer.
 
-    Kind of optimizer, its parameters, and gradient clipping.
+    Kind of optimizer, its implementation and parameters, and gradient clipping.
 
     Attributes:
         optimizer: kind of optimizer: adam (AdamW, with decoupled weight decay), sgd (with momentum), or muon (Muon for
             the matrices of the layers, AdamW for all other parameters).
+        optimizer_backend: library whose fused kernels the optimizer uses: torch, or apex (NVIDIA apex with its CUDA
+            extensions).
         weight_decay: coefficient of weight decay, which does not apply to biases and one-dimensional parameters.
         adam_beta1: decay rate of Adam's running average of the gradient.
         adam_beta2: decay rate of Adam's running average of the squared gradient.
@@ -64,12 +66,23 @@ class OptimizerConfig(MuonConfig):
     """
 
     optimizer: Literal["adam", "sgd", "muon"] = flag("adam")
+    optimizer_backend: Literal["torch", "apex"] = flag("torch")
     weight_decay: float = flag(0.01, must_be="not negative")
     adam_beta1: float = flag(0.9, needs=ADAM, must_be="below one")
     adam_beta2: float = flag(0.999, needs=ADAM, must_be="below one")
-    adam_eps: float = flag(1e-8, needs=ADAM, must_be="positive")  # 0 would make weights without gradients NaN (0 / 0)
+    adam_eps: float = flag(1e-8, needs=ADAM, must_be="positive")
     sgd_momentum: float = flag(0.9, needs="--optimizer sgd", must_be="below one")
     clip_grad: float = flag(1.0, must_be="not negative")
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for optimizer flags out of their range, and for apex with another optimizer than adam."""
+        super().__post_init__()
+        # With --adam-eps 0, weights whose gradients have always been 0 would become NaN (0 / 0).
+        if self.optimizer_backend == "apex" and self.optimizer != "adam":
+            raise ValueError(
+                f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}: use"
+                " --optimizer-backend torch"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

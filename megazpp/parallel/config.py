@@ -1,4 +1,4 @@
-"""The flags of parallelism and of worker processes."""
+"""The flags of parallelism, of worker processes and of NCCL."""
 
 from __future__ import annotations
 
@@ -118,3 +118,25 @@ class LaunchConfig(Config):
         """
         first, later = 60 * self.distributed_timeout_minutes, self.distributed_timeout_seconds_after_init
         return first, first / 2 if later is None else later
+
+
+@dataclass(frozen=True, kw_only=True)
+class NcclConfig(Config):
+    """NCCL.
+
+    Stream priority and channels of the NCCL process groups. No effect with gloo.
+
+    A channel of NCCL is one CTA, which occupies an SM while its collective runs. NCCL may use up to 32 or 64 of the
+    132 SMs of an H100. The network is much slower than NVLink, so inter-node collectives may need only a few channels.
+    8 is a value to try; no value has been measured.
+
+    Attributes:
+        nccl_high_priority: give tensor-parallel and intra-node groups high-priority streams, so that their kernels
+            start first.
+        nccl_cross_max_ctas: largest number of SMs that an inter-node collective may occupy; a lower number leaves more
+            SMs to the matmuls (default: chosen by NCCL).
+    """
+
+    nccl_high_priority: bool = flag(True)
+    # NCCL's limit is 64 CTAs (channels) per collective since version 2.25, and 32 in earlier versions.
+    nccl_cross_max_ctas: int | None = flag(None, must_be="positive", most=(64, "NCCL's limit"))

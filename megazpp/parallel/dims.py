@@ -24,19 +24,19 @@ Each rank is in at most one process group per axis; an axis of one rank has no g
 in the same order. If the shard axis spans all ranks, it uses the default process group. The groups of local, cross and
 node are created on first use, because ZeRO without two-hop communication never needs them.
 
-The groups of NCCL have these stream priorities:
+The groups of NCCL have these options:
 
-| group         | priority | reason                                                                       |
-|---------------|----------|------------------------------------------------------------------------------|
-| tp, cp        | high     | the next matmul waits for it, several times per layer                        |
-| local         | high     | the next layer waits for it. The same holds for shard inside one node        |
-| cross         | normal   | it has a whole step to finish                                                |
-| replica_group | normal   | the same as cross, with several steps to finish                              |
-| others        | normal   | ZeRO's ring over all data ranks, all-reduces between copies                  |
+| group         | priority | channels  | reason                                                                       |
+|---------------|----------|-----------|------------------------------------------------------------------------------|
+| tp, cp        | high     | NCCL's    | the next matmul waits for it, several times per layer                        |
+| local         | high     | NCCL's    | the next layer waits for it. The same holds for shard inside one node        |
+| cross         | normal   | from flag | it has a whole step to finish, and should leave SMs to the matmuls meanwhile |
+| replica_group | normal   | from flag | the same as cross, with several steps to finish                              |
+| others        | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies                  |
 
-Since torch 2.8 a blocking collective runs on the caller's stream. The caller of a hop is its communication queue, whose
-stream has the same priority (comm_queue.py). The process group's internal stream runs only asynchronous collectives,
-and a training step has none.
+"From flag" is --nccl-cross-max-ctas. Since torch 2.8 a blocking collective runs on the caller's stream. The caller of
+a hop is its communication queue, whose stream has the same priority (comm_queue.py). The process group's internal
+stream runs only asynchronous collectives, and a training step has none.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from megazpp.base.files import DamagedError
 from megazpp.base.program import in_words
 from megazpp.parallel.axis import MeshAxis, TrafficCounter
 from megazpp.parallel.comm_queue import CommQueue
+from megazpp.parallel.config import NcclConfig
 from megazpp.parallel.environment import check_connections
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
@@ -75,6 +76,7 @@ class ParallelDims:
     Args:
         layout: sizes of the axes and placement of the ranks.
         device_type: "cuda" or "cpu".
+        nccl: options of the NCCL process groups; None uses the defaults.
         threads: True runs the hops of CPU tensors in threads, where they overlap with compute. False runs each hop in
             the thread that submits it.
         mesh: existing mesh [shard] or [shard, tp] of the caller, under any dimension names; None creates a mesh.
@@ -97,13 +99,14 @@ class ParallelDims:
         layout: Layout,
         *,
         device_type: str,
+        nccl: NcclConfig | None = None,
         threads: bool = True,
         mesh: DeviceMesh | None = None,
         dense: ParallelDims | None = None,
     ) -> None:
         if device_type == "cuda":
             order_launches(layout)
-        self.layout, self._threads, self._dense = layout, threads, dense
+        self.layout, self._nccl, self._threads, self._dense = layout, nccl or NcclConfig(), threads, dense
         if dense is None:
             self.counter, self.timeline = TrafficCounter(), Timeline(device_type)
         else:
@@ -137,7 +140,7 @@ class ParallelDims:
         """
         if not self.layout.has_expert_axes:
             return self
-        settings: dict[str, Any] = {"threads": self._threads, "dense": self}
+        settings: dict[str, Any] = {"nccl": self._nccl, "threads": self._threads, "dense": self}
         return ParallelDims(self.layout.for_experts(), device_type=self.timeline.device_type, **settings)
 
     def twin(self, axis: str, name: str) -> MeshAxis:
@@ -248,7 +251,7 @@ class ParallelDims:
         """
         if self._is_shared(axis):
             return getattr(self._dense, axis).group
-        options = axis_options(axis, self.layout)
+        options = axis_options(axis, self.layout, self._nccl)
         if axis == "shard" and not own and self.layout.shard == self.layout.cluster.world_size:
             # Without NCCL options `make_group` returns the default process group, which saves an NCCL communicator. The
             # options would only raise the priority of the group's internal stream, which no training step uses.
@@ -381,19 +384,23 @@ def can_order_groups() -> bool:
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
-def axis_options(axis: str, layout: Layout) -> Any:
+def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
     """Return NCCL's options (`pg_options`) for one process group of `axis`; None with gloo and for an axis of one rank.
 
     The process group keeps and modifies the options object, so each group needs a separate object.
 
     Args:
-        axis: name of an axis of the layout, which decides about stream priority.
+        axis: name of an axis of the layout, which decides about stream priority and number of channels.
         layout: sizes of the axes.
+        config: the flags of NCCL.
     """
     if not uses_nccl() or layout.axis_size(axis) == 1:
         return None
     inside = axis in ("tp", "cp", "local") or (axis == "shard" and layout.cross == 1)
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=inside)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inside and config.nccl_high_priority)
+    if axis in ("cross", "replica_group") and config.nccl_cross_max_ctas is not None:
+        options.config.max_ctas = config.nccl_cross_max_ctas
+    return options
 
 
 def uses_nccl() -> bool:

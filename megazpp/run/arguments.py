@@ -24,7 +24,7 @@ from megazpp.data.config import DataConfig
 from megazpp.data.tokenizer_folder import TokenizerConfig
 from megazpp.model.config import ACTIVATIONS, GPTConfig
 from megazpp.optim.config import LossScaleConfig, OptimizerConfig, ScheduleConfig
-from megazpp.parallel.config import LaunchConfig, ParallelConfig
+from megazpp.parallel.config import LaunchConfig, NcclConfig, ParallelConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig, detect_cluster
 from megazpp.training.batches import BatchConfig
@@ -127,6 +127,7 @@ class RunConfig:
     timing: TimingConfig
     profiler: ProfilerConfig
     launch: LaunchConfig
+    nccl: NcclConfig
     stop: StopConfig
     anomalies: AnomalyConfig
     features: tuple[Any, ...] = ()

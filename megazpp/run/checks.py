@@ -16,6 +16,7 @@ from megazpp.data.tokenizer import names_tokenizer
 from megazpp.kernels.block_quant import backend
 from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
+from megazpp.optim.apex import check_apex
 from megazpp.optim.schedule import Schedule, TrainingProgress, build_schedule
 from megazpp.parallel.plan import plan_dims
 from megazpp.run.arguments import RunConfig
@@ -155,6 +156,9 @@ def plan_run(
                 "--loss-spike-action rewind needs --save, because it returns to the last checkpoint: add "
                 "--save, or use another --loss-spike-action"
             )
+    with problems:
+        if config.optimizer.optimizer_backend == "apex":
+            check_apex(device_type)
 
     # ---- plan the layout of the ranks, the collectives of the model, the batches and the schedule
     layout = None

@@ -136,7 +136,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         cluster = resolve_cluster(worker, config.cluster, announced, on_one_machine=on_one_machine)
         find_product(config.model, worker.device)  # called for its ValueError: the device may not support --fp8-format
         layout = lay_out(config, cluster)
-    dims = ParallelDims(layout, device_type=worker.device.type)
+    dims = ParallelDims(layout, device_type=worker.device.type, nccl=config.nccl)
     worker.watchdog.watch(dims)
     seed_everything(config.launch.seed, data_rank=dims.dropout_rank, tp_rank=dims.tp.rank)
     if config.cluster.measure_links:
@@ -353,7 +353,7 @@ class Trainer:
         losses = LossHistory()
         self.flags = run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
         rewinds = config.anomalies.loss_spike_action == "rewind"  # a loss spike reloads the last checkpoint
-        self.values = values = RunValues(scaler, losses)
+        self.values = values = RunValues(optimizer, scaler, losses)
         self.states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
         self.guard = guard = Guard(
             config.anomalies,
@@ -378,6 +378,7 @@ class Trainer:
         record = CheckpointMetadata(
             progress=TrainingProgress(),
             scaler={},
+            groups=[],
             schedule=plan.schedule.state_dict(),
             flags=found_from_anywhere(flags),
             vocab_size=tokenizer.vocab_size,

@@ -231,7 +231,7 @@ def test_only_files_that_the_checksums_list_are_read(saved, tmp_path):
 @pytest.mark.slow
 def test_contradictions_of_a_run_and_its_checkpoint_are_explained(saved, tmp_path):
     other = {"schedule": dataclasses.asdict(dataclasses.replace(schedule(), max_lr=2e-2, decay_samples=999))}
-    sgd = {"flags": {"optimizer": "sgd"}}
+    sgd = {"flags": {"optimizer": "sgd", "optimizer_backend": "torch"}}
     bytes_100, load, bare = {"tokenizer": "bytes-100"}, {"load": str(saved)}, {"load": str(tmp_path)}
     anew, one, two = (rf"at TrainingProgress.iteration={done}, consumed_samples=" for done in range(3))
     ranks(2).run(run, CASE, 1, save=str(tmp_path), save_optim=False, save_rng=False)

@@ -47,7 +47,7 @@ class Attempt:
         self.diloco = build_diloco(case, self.step, self.dims)
         self.step.scaler.scale = scale or self.step.scaler.scale  # `scale` None keeps the scaler's initial loss scale
         model, sharding, optimizer = self.step.model, self.step.sharding, self.step.optimizer
-        values = RunValues(self.step.scaler, self.losses)
+        values = RunValues(optimizer, self.step.scaler, self.losses)
         parts = training_parts(model, sharding, optimizer, self.dims, values, seed=case.seed)
         if self.diloco is not None:
             parts = replica_group_parts(parts, self.diloco, model, values)
@@ -188,7 +188,7 @@ def record_of(case: Case, **values: Any) -> CheckpointMetadata:
     flags = dataclasses.asdict(case.model) | dataclasses.asdict(case.optimizer)
     flags |= {"objective": "reward"} if case.scalar_head else {}
     known: dict[str, Any] = {"progress": TrainingProgress(), "schedule": schedule().state_dict(), "flags": flags}
-    known |= {"scaler": {}, "vocab_size": case.vocab_size, "tokenizer": "ids", "layout": {"tp": case.tp}}
+    known |= {"scaler": {}, "groups": [], "vocab_size": case.vocab_size, "tokenizer": "ids", "layout": {"tp": case.tp}}
     return CheckpointMetadata(**known | values)
 
 

@@ -180,7 +180,7 @@ def count_step(
         spec = dataclasses.replace(spec, product=SIMULATED_FLOAT8)
     with fake_ranks(rank, plan.layout.cluster.world_size):
         # No threads run the communication queues, because FakeTensorMode applies only to the thread that enters it
-        dims = ParallelDims(plan.layout, device_type=CPU.type, threads=False)
+        dims = ParallelDims(plan.layout, device_type=CPU.type, nccl=config.nccl, threads=False)
         task = make_task(spec, dims, fake)
         if task.objective is not None:
             task.objective.metrics = dict  # type: ignore[method-assign]

@@ -349,5 +349,6 @@ def test_invalid_muon_flags_are_refused():
         ({"muon_momentum": 1.0}, "--muon-momentum 1.0 is not in [0, 1)"),
         ({"muon_num_ns_steps": 0}, "--muon-num-ns-steps 0 is not positive"),
         ({"muon_full_interval": -1}, "--muon-full-interval -1 is negative"),
+        ({"optimizer_backend": "apex"}, "--optimizer-backend apex supports only --optimizer adam, not muon"),
     ]
     assert not not_refused(rows, lambda config: OptimizerConfig(**{"optimizer": "muon"} | config))

@@ -1,4 +1,10 @@
-"""Test optimizers on shards: parameter groups, rates, and updates."""
+"""Test optimizers on shards: parameter groups, rates, and the updates of torch's and apex's optimizers.
+
+A fake class replaces apex's FusedAdam, which needs CUDA.
+"""
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +14,8 @@ from helpers.sharded import full_state, one_process_model, sharded_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megazpp.optim import build as optimizers
+from megazpp.optim.apex import check_apex
 from megazpp.optim.build import build_optimizer
 from megazpp.optim.clip import divide_grads_
 from megazpp.optim.config import OptimizerConfig
@@ -16,10 +24,32 @@ from megazpp.optim.optimizer import parameter_groups, set_rates_, skips_on_devic
 CPU = torch.device("cpu")
 
 
+class FakeFusedAdam(torch.optim.AdamW):
+    """Fake of apex's FusedAdam: it counts steps in the parameter group and not in the state, and rejects DTensors."""
+
+    def __init__(self, params, lr, betas, eps, adam_w_mode):
+        assert adam_w_mode
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+
+    def step(self):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                assert p.numel() > 0
+                assert not any(isinstance(x, DTensor) for x in (p.data, p.grad, *self.state[p].values()))
+                self.state[p]["step"] = torch.tensor(float(group["step"]))
+            group["step"] += 1
+        super().step()
+
+
 def build(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    """Build the optimizer `kind`, "adam" or "sgd", for the model."""
+    """Build the optimizer `kind` for the model: "adam" or "sgd" of torch, or "apex" (a fake FusedAdam)."""
+    name, backend = ("adam", "apex") if kind == "apex" else (kind, "torch")
     constants = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "sgd_momentum": 0.7}
-    return build_optimizer(model, OptimizerConfig(optimizer=kind, **constants))
+    config = OptimizerConfig(optimizer=name, optimizer_backend=backend, **constants)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=FakeFusedAdam))
+        patch.setattr(optimizers, "check_apex", lambda device_type: None)
+        return build_optimizer(model, config)
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1) -> None:
@@ -42,9 +72,12 @@ def compare_with_one_process(kind: str, tp: int) -> bool:
     Return True if a shard of this rank is empty.
     """
     whole, (model, _) = one_process_model(), sharded_model(tp, 1)
-    train(whole, build(whole, kind))
+    train(whole, build(whole, "sgd" if kind == "sgd" else "adam"))
     optimizer = train(model, build(model, kind))
     assert bool(optimizer.defaults.get("fused")) == (kind == "adam")
+    if kind == "apex":
+        assert all(isinstance(moment, DTensor) for state in optimizer.state.values() for moment in state.values())
+        assert [group["step"] for group in optimizer.param_groups] == [3, 3]
     for name, parameter in whole.named_parameters():
         ours = model.get_parameter(name).detach().full_tensor()
         # torch's fused AdamW may round elements of its vectorized loop and of the remainder differently.
@@ -52,7 +85,7 @@ def compare_with_one_process(kind: str, tp: int) -> bool:
     return any(parameter.to_local().numel() == 0 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("adam", 2), ("sgd", 4), ("sgd", 1)])
+@pytest.mark.parametrize(("kind", "tp"), [("adam", 2), ("sgd", 4), ("sgd", 1), ("apex", 1), ("apex", 2)])
 def test_optimizer_updates_shards_like_one_process(kind, tp):
     assert any(ranks(4).run(compare_with_one_process, kind, tp)) == (tp < 4)
 
@@ -90,6 +123,34 @@ def test_only_fused_adam_skips_without_the_host():
         update_(sgd, torch.tensor(1.0), torch.tensor(0.0))
 
 
+def test_restored_apex_state_continues_unchanged():
+    ends = []
+    for resumes in (True, False):
+        model = one_process_model()
+        optimizer = train(model, build(model, "apex"))
+        if resumes:
+            saved, optimizer = optimizer.state_dict(), build(model, "apex")
+            optimizer.load_state_dict(saved)
+        train(model, optimizer)
+        ends.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+
+def test_apex_is_refused_where_it_cannot_run(tmp_path, monkeypatch):
+    missing = "apex.optimizers.FusedAdam is not installed"
+    assert not not_refused([("cpu", "--optimizer-backend apex needs a CUDA device, but this run uses cpu")], check_apex)
+    assert not not_refused([("cuda", missing), ("cuda", "or use --optimizer-backend torch")], check_apex)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "apex" / "optimizers").mkdir(parents=True)
+    # Make a package like the unrelated `apex` on PyPI. The check must not import it.
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
+    assert not not_refused([("cuda", missing)], check_apex)
+    (tmp_path / "apex" / "optimizers" / "fused_adam.py").touch()
+    assert not not_refused([("cuda", "amp_C is not installed")], check_apex)
+    (tmp_path / "amp_C.py").touch()
+    check_apex("cuda")
+
+
 def test_groups_without_weight_decay_equal_megatrons():
     model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(3), "embedding": nn.Embedding(4, 3)})
     odd = nn.Parameter(torch.zeros(2, 2))
@@ -115,6 +176,7 @@ def test_invalid_optimizer_flags_are_refused():
         ({"adam_beta1": -0.1}, "--adam-beta1 -0.1 is not in [0, 1)"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 is negative"),
         ({"clip_grad": float("nan")}, "--clip-grad nan is not a number; give 0 or a larger number"),
+        ({"optimizer": "sgd", "optimizer_backend": "apex"}, "supports only --optimizer adam, not sgd"),
     ]
     assert not not_refused(rows, lambda config: OptimizerConfig(**config))
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megazpp.parallel.config import NcclConfig
 from megazpp.parallel.dims import LAUNCH_ORDER, axis_options, make_group, order_launches
 from megazpp.parallel.environment import CONNECTIONS
 from megazpp.topology.cluster import Cluster
@@ -20,37 +21,41 @@ def layout(nodes: int = 2, tp: int = 2, ranks: int = 4, num_replica_groups: int 
     )
 
 
-PRIORITIES = [  # axis, number of nodes, True if the group gets high priority
-    ("tp", 2, True),
-    ("local", 2, True),
-    ("cross", 2, False),
+FLAGS = NcclConfig(nccl_high_priority=False, nccl_cross_max_ctas=8)
+PRIORITIES = [  # axis, number of nodes, flags, True if the group gets high priority, other options of the group
+    ("tp", 2, NcclConfig(), True, {}),
+    ("local", 2, NcclConfig(), True, {}),
+    ("cross", 2, NcclConfig(), False, {}),
     # the ring of plain ZeRO uses both NVLink and the network, so it gets no high priority
-    ("shard", 2, False),
-    ("shard", 1, True),
+    ("shard", 2, NcclConfig(), False, {}),
+    ("shard", 1, NcclConfig(), True, {}),
+    ("cross", 2, FLAGS, False, {"max_ctas": 8}),
+    ("tp", 2, FLAGS, False, {}),
 ]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy"])  # "nccl2" and "nccl-lazy" are names of torch 2.15
-def test_node_groups_have_high_priority(backend, monkeypatch):
+def test_node_groups_have_high_priority_and_flags_reach_their_axes(backend, monkeypatch):
     def options(is_high_priority_stream=False):
-        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream)
+        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, config=SimpleNamespace())
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    for axis, nodes, first in PRIORITIES:
-        made, another = (axis_options(axis, layout(nodes)) for _ in range(2))
-        assert made.is_high_priority_stream == first, (axis, nodes)
+    for axis, nodes, config, first, own in PRIORITIES:
+        made, another = (axis_options(axis, layout(nodes), config) for _ in range(2))
+        assert (made.is_high_priority_stream, vars(made.config)) == (first, own), (axis, nodes, config)
         assert made is not another
     # an axis of one rank has no group, so it needs no options
-    assert axis_options("tp", layout(tp=1)) is None
+    assert axis_options("tp", layout(tp=1), NcclConfig()) is None
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    assert axis_options("tp", layout()) is None
+    assert axis_options("tp", layout(), NcclConfig()) is None
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
-def test_nccl_options_of_torch_accept_the_priority(monkeypatch):
+def test_nccl_options_of_torch_accept_every_setting(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    assert axis_options("tp", layout()).is_high_priority_stream
+    assert axis_options("cross", layout(), FLAGS).config.max_ctas == 8
+    assert axis_options("tp", layout(), NcclConfig()).is_high_priority_stream
 
 
 def test_launch_order_is_enforced_if_several_axes_have_ranks():

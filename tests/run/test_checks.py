@@ -71,6 +71,7 @@ REFUSED = """
 1 | --distributed-timeout-minutes 1e12 | 1000000000000.0 is more than 527040, a year
 1 | --distributed-timeout-seconds-after-init 1e12 | 1000000000000.0 is more than 31622400, a
 1 | --optimizer sgd --sgd-momentum 1 | --sgd-momentum 1.0 is not in [0, 1)
+1 | --nccl-cross-max-ctas 65 | --nccl-cross-max-ctas 65 is more than 64, NCCL's limit
 1 | --node-rank 1 | command line: --node-rank 1 needs --nnodes
 1 | --master-addr a | command line: --master-addr a needs --nnodes
 1 | --master-port 70000 | --master-port 70000 is more than 65535, the largest TCP port
@@ -83,6 +84,7 @@ REFUSED = """
 2 | --zeropp --zero-weight-delta auto --zero-weight-bits 8 | auto and --zero-weight-bits 8 are both set
 2 | --zeropp --zero-weight-delta auto --zero-hpz-partition-size 1 | auto and --zero-hpz-partition-size 1 are both
 1 | --adam-beta2 1.0 | --adam-beta2 1.0 is not in [0, 1)
+1 | --optimizer-backend apex | --optimizer-backend apex
 1 | --no-muon-use-nesterov | --no-muon-use-nesterov needs --optimizer muon, not adam
 1 | --loss-spike-sigma 5 --loss-spike-action rewind | --loss-spike-action rewind needs --save
 1 | --timeline-step 11 | --timeline-step 11 is not reached: the run ends with iteration 10
