@@ -692,13 +692,10 @@ def compare_with_plain(name: str, world_size: int, modes: tuple[str, ...]) -> No
 
 FIRST = (
     "forward_in_the_backward_of_another_model",
-    "unit_of_modules_in_reverse_order",
-    "gathers_started_before_the_forward",
     "blocks_with_reentrant_checkpoints",
     "used_in_some_micro_batches",
     "zeros_instead_of_missing_gradients",
     "one_rank_discards",
-    "aborted in backward, last",
     "adapters_in_fp32_on_a_base_in_bf16",
 )
 
