@@ -116,8 +116,8 @@ class OuterUnit(OuterRows):
 
         Args:
             weight: scalar tensor, the weight of this group's outer gradient in the mean over groups.
-            correction: task that returns a scalar factor for the sum over groups. The weights of the groups do not add
-                up to 1, because no group knows the tokens of all groups when it sends.
+            correction: task that returns a scalar factor for the sum over groups, after which the weights of the groups
+                add up to 1. Before, they do not, because no group knows the tokens of all groups when it sends.
         """
         self._sent = self.pack(weight)
         self._work = self._axis.queue.submit(functools.partial(self._cross, self._sent, correction))
@@ -203,7 +203,7 @@ class ReplicaGroups:
         self._told: dict[int, torch.Tensor] = {}
 
     def meets_at(self, iteration: int) -> bool:
-        """Return True if groups merge outer weights after step `iteration`, for which they wait for each other."""
+        """Return True if outer weights are merged after step `iteration`, so that all groups wait for each other."""
         return bool(self._due(iteration)) or (self.plan.delay == 0 and self.plan.sends_at(iteration) is not None)
 
     def count(self, tokens: torch.Tensor) -> None:

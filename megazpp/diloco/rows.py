@@ -1,9 +1,11 @@
 """The computation of DiLoCo's synchronizations, without communication: packing of messages, and the outer step.
 
 A rank holds R, the common copy of the outer weights, for its shard of a sharding unit. R is stored as rows [G, S], one
-row per replica group. Each row is packed into a separate message. Every operation of the outer step is rounded
-separately, so that all kinds of CPUs and GPUs compute the same bits. `x.add_(y, alpha=a)` may be fused into one
-rounding (with AVX2 or AVX-512 it is), `x.add_(y * a)` may not.
+row per replica group. Each row is packed into a separate message.
+
+Every operation of the outer step is rounded separately, so that all kinds of CPUs and GPUs compute the same bits.
+Therefore the code has `x.add_(y * a)`, which rounds the product and the sum. `x.add_(y, alpha=a)` may round only once
+(with AVX2 or AVX-512 it does).
 
 Legend: G replica groups, S elements of a rank's shard in one row, M bytes of a row's message.
 """

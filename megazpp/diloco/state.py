@@ -6,8 +6,8 @@
     replica_group.{i}.inner.{parameter}  inner weights of group i, sharded like R
     replica_group.{i}.counts             `ReplicaGroups.counts` of group i
     replica_group.{i}.values             loss scale and recent losses of group i
-    replica_group.{i}.optimizer..        moments of every group but the first
-    replica_group.{i}.secondary..        secondary partition of every group but the first
+    replica_group.{i}.optimizer.*        moments of group i; the first group has the keys of a run without DiLoCo
+    replica_group.{i}.secondary.*        secondary partition of group i; the first group as for moments
 
 So a run without DiLoCo can read the outer weights and the first group's moments. If a resumed run has another number of
 groups, it keeps outer weights and momentum, and inner weights start at the outer weights. Group j takes the moments of
@@ -46,7 +46,7 @@ COMMON, MOMENTUM = "diloco.common.", "diloco.momentum."
 def replica_group_parts(
     parts: Sequence[StatePart], replica_groups: ReplicaGroups, model: GPTModel, values: RunValues
 ) -> list[StatePart]:
-    """Return the objects that save and load the checkpoints of a DiLoCo run, made from those of a run without DiLoCo.
+    """Return the checkpoint parts of a DiLoCo run, made from the parts of a run without DiLoCo.
 
     Args:
         parts: checkpoint parts of a run without DiLoCo (`training_parts`).

@@ -2,9 +2,10 @@
 
 Threads keep a connection to the coordinator, fetch contributions (packed outer gradients) of other groups, and serve
 contributions and snapshots of the outer state. A rank exchanges data only with the ranks of the same index in other
-groups. The training loop publishes a contribution, waits for commits, and reads the messages of a commit. Each report
-to the coordinator, and each state from it, replaces all earlier ones, and a new connection begins with complete ones.
-So a lost connection loses nothing.
+groups. The training loop publishes a contribution, waits for commits, and reads the messages of a commit.
+
+A lost connection to the coordinator loses nothing. Each report to the coordinator is complete, and so is the first
+state of the run that arrives on a new connection. Later states may leave out the commits, if these have not changed.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ SNAPSHOT_SECONDS = 120.0  # limit for each read of a snapshot, which the peer fi
 
 
 class OutError(JobError):
-    """This job's group cannot continue the elastic run, because the coordinator has refused or removed the group.
+    """This job's group cannot start or continue to train in the elastic run; the text of the error says why.
 
-    The group's job has to start again.
+    For example, the coordinator cannot be reached at the start, or has refused or removed the group.
     """
 
 
@@ -52,8 +53,8 @@ class Agent:
         say: function that prints a log line.
     Attributes:
         state: last state of the run that the coordinator has sent, see `Rounds.state`; None before the first state.
-        version, id: number and id of the version of this rank's outer state. The training loop sets all attributes from
-            these to `trains`, and the agent sends them to the coordinator.
+        version, id: number and id of the version of this rank's outer state. The training loop sets these two and the
+            next attributes up to `trains`, and the agent sends them to the coordinator.
         fingerprint: version and fingerprint of this rank's outer state; None before this rank has outer weights of the
             run.
         steps: number of training steps since the group's last published contribution.
@@ -122,7 +123,8 @@ class Agent:
             the true result of `ready`; None when `seconds` are over.
 
         Raises:
-            OutError: the coordinator has refused this group or declared it out.
+            OutError: this group cannot continue, for example because the coordinator has refused or removed it.
+            Exception: the error that has ended a thread of this agent.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
@@ -269,7 +271,8 @@ class Agent:
     def _take_in(self, state: Record) -> None:
         """Store a new state of the run from the coordinator, and drop messages that no group needs any more.
 
-        A state without commits has the commits of the state before it.
+        If the commits have not changed since the previous state, the coordinator leaves them out of the new state. The
+        commits of the previous state are then kept.
 
         Raises:
             OutError: the coordinator has removed this group from the run, or the run has gone back to a version before

@@ -32,7 +32,8 @@ class ElasticConfig(FeatureConfig):
         diloco_wait_for_all: wait for all live groups at every synchronization, as DiLoCo without --diloco-coordinator
             does; results are then reproducible.
         diloco_min_groups: number of live groups below which the others wait instead of training on.
-        diloco_late_factor: factor for the weight of a group's contribution for each synchronization that it is late.
+        diloco_late_factor: factor by which the weight of a late contribution is multiplied, once for each
+            synchronization that it has missed.
         diloco_listen: host on which ranks serve messages to other groups (default: local address of the coordinator's
             connection).
         diloco_advertise: host at which other groups reach this one (default: --diloco-listen, or the local address of
@@ -81,7 +82,10 @@ class ElasticConfig(FeatureConfig):
             )
 
     def host(self, name: str) -> str | None:
-        """Return the host that the flag of the field `name` gives, without the brackets of an IPv6 address."""
+        """Return the host that the flag of the field `name` gives, without the brackets of an IPv6 address.
+
+        None if the flag is not given.
+        """
         value = getattr(self, name)
         return None if value is None else parse_host(value, spelling(self, name))
 

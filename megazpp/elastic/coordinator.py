@@ -143,8 +143,8 @@ def _checksum_after(checksum: int, record: dict) -> int:
 class Outbox:
     """The newest state of the run that one rank has not received yet; a thread per rank sends it.
 
-    The entries of each state replace those of the one before it. So a rank whose link is down delays neither the
-    decisions of the coordinator nor the states of other ranks.
+    If a state still waits to be sent when the next one is put here, the entries of the next state replace its entries.
+    So a rank with a slow or lost link delays neither the decisions of the coordinator nor the states of other ranks.
 
     Args:
         channel: connection to the rank.
@@ -162,7 +162,7 @@ class Outbox:
         """Replace the state that waits to be sent to the rank.
 
         Args:
-            state: entries of the run's state that may have changed; None sends no further state.
+            state: entries of the run's state that may have changed; None drops the waiting state.
             is_last: True to close the connection after this state.
         """
         with self._changed:
@@ -249,8 +249,8 @@ class Coordinator:
     def _advance(self) -> None:
         """Let `Rounds` decide, write its new records to the journal, and then send the run's state to all ranks."""
         now = time.monotonic()
-        # A late tick means that this process was suspended or has waited for the disk. It has received no reports
-        # meanwhile, for which no group may be removed.
+        # A late tick means that this process was suspended or has waited for the disk. No report was handled meanwhile,
+        # and no group may be removed for these missing reports.
         if now > self._ticked_at + LATE_SECONDS:
             self._rounds.wake(now)
         self._ticked_at = now
@@ -283,8 +283,8 @@ class Coordinator:
             channel.send({"refused": str(error), "passes": error.passes})
             self._say(f"refused group {name}: {error}")
             return
-        # The timeout ends this thread if the peer is dead. `Rounds` has removed the peer's group before, because it
-        # removes a group that has sent no report for HEARTBEAT_SECONDS.
+        # The timeout ends this thread if the rank is dead. By then `Rounds` has removed the rank's group, because it
+        # removes a group of which a rank has sent no report for HEARTBEAT_SECONDS.
         channel.set_timeout(2 * HEARTBEAT_SECONDS)
         threading.Thread(target=outbox.send, daemon=True).start()
         try:
@@ -298,7 +298,7 @@ class Coordinator:
             outbox.close()
             with self._lock:
                 del self._outboxes[outbox]
-                if (name, rank) not in self._outboxes.values():  # else the rank has connected again before this
+                if (name, rank) not in self._outboxes.values():  # otherwise the rank has a newer connection
                     self._rounds.disconnect(name, incarnation, rank, time.monotonic())
 
 

@@ -2,7 +2,8 @@
 
 After every training step, rank 0 of a group decides whether the group takes another step before it synchronizes. Rank 0
 shares the decision, so that all ranks of the group synchronize after the same step. The progress of the run counts
-samples that are merged into the outer weights. Between two synchronizations each local step adds a global batch.
+samples that are merged into the outer weights. Between two synchronizations, each step of a group counts as one
+iteration of the run, as if all live groups took a step at the same time.
 
 This is one file of more than 300 lines, because joining, leases, synchronizations and progress all change the position
 of the group in the run: its version, its leased cell, and its steps.
@@ -88,9 +89,10 @@ class ElasticLoop:
         self._cells: list[Cell] = []
         self._steps = 0  # number of steps that this group has trained since its last published contribution
         self._granted = 0  # number of cells that the coordinator has leased to this group
-        # By fragment: tokens of the steps that are not published to this fragment
+        # By fragment of the model: tokens that this group has trained since its last contribution to this fragment
         self._tokens = torch.zeros(outer.plan.fragments, dtype=torch.float64, device=outer.sharding.device)
-        # version on which the published contribution is based; None if no contribution waits for its commit
+        # version of the outer weights from which this group's published contribution is computed; None if no
+        # contribution of this group waits for its commit
         self._published: int | None = None
         # number of steps of the published contribution, which `_progress` adds to the merged steps; 0 after its commit
         self._published_steps = 0
@@ -135,7 +137,7 @@ class ElasticLoop:
         agent.tell(joined=True, fingerprint=(self.version, self.outer.fingerprint()))
         self._agreed(lambda state: state["status"] == "member")
         self._catch_up(progress)
-        self.outer.merge(0.0)
+        self.outer.merge(0.0)  # start to train from R, the common outer weights
         state = self._agreed(lambda state: state)
         self._seed(state["slot"])
         self._say(f"group {agent.group} takes part in column {state['slot']}, from version {self.version} on")
@@ -163,7 +165,7 @@ class ElasticLoop:
         self._count_step(block, column, step)
         self._cell = [block, column, step + 1, stop] if step + 1 < stop else None
         goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
-        self._last_step_at = time.monotonic()  # a wait for samples is no time of a step
+        self._last_step_at = time.monotonic()  # after the wait for samples in `_decide`, which is no time of a step
         if self._published is not None and (self._steps >= self.outer.plan.delay or not goes_on):
             self._merge(progress, leaves=leaves)
         if goes_on:
@@ -202,8 +204,9 @@ class ElasticLoop:
     def _must_save(self) -> bool:
         """Return True if this leaving group has to save the outer weights, because no other group does.
 
-        At the end of the run, the result is known only after the groups that save the last version have left. If one of
-        them has died before its save, the folder has no checkpoint of this version.
+        At the end of the run, the coordinator has asked some groups to save the last version. This group waits, for at
+        most SAVE_SECONDS, until these groups have left. It then looks for the checkpoint in its own folder, because a
+        group may have died before its save.
         """
         agent, writers, folder = self._agent, self._writers, self._trainer.run.save
         if writers is None or agent.group in writers or folder is None:
@@ -385,7 +388,7 @@ class ElasticLoop:
 
         Args:
             progress: progress of the training loop.
-            leaves: True if this group leaves the run; it then waits at most LEAVING_SECONDS.
+            leaves: True if this group leaves the run; it then waits at most LEAVING_SECONDS, as after a stop signal.
         """
         agent, base, began = self._agent, self.version, time.monotonic()
         trained, agent.trains = agent.trains, False
@@ -428,7 +431,8 @@ class ElasticLoop:
                 unsent=self._has_unsent,
                 fingerprint=(self.version, self.outer.fingerprint()),
             )
-            if before is not None:  # add R's change: to replace the inner weights by R would lose unpublished steps
+            # To replace the inner weights by R would lose unpublished steps. If there are any, add R's change instead.
+            if before is not None:
                 self.outer.shift(units, before)
             else:
                 self.outer.merge(self.outer.plan.merge_alpha if own and not self._all_merged else 0.0, units)
@@ -523,7 +527,9 @@ class ElasticLoop:
         if found is None or set(all_found) != {found}:
             return False
         self.version, self.id, self.merged = found
-        # Without it, the first 30 steps in fp16 would overflow. Rank 0's is for all ranks, whose donors may be further.
+        # Take over the loss scale too: with the initial one, about the first 30 steps in fp16 would overflow. All ranks
+        # use the scale that rank 0 has fetched. Other ranks' donors may have sent another one, because they may have
+        # taken more steps when they answered.
         self._trainer.values.scaler.load_state_dict(self._axis.share_object(about["loss_scale"]))
         self._writers = []
         agent.tell(version=self.version, id=self.id)
@@ -563,7 +569,7 @@ class LeasedLoader:
         loader: this rank's loader, which reads the samples at any given number of consumed samples.
         loop: elastic training loop of this group, which knows the leased cell.
     Attributes:
-        wait_seconds: seconds for which the last step waited for its samples.
+        wait_seconds: seconds that all calls of `step` together have waited for data, without the waits for a lease.
     """
 
     def __init__(self, loader: Loader, loop: ElasticLoop) -> None:

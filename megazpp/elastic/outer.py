@@ -8,12 +8,15 @@ weights and the commits. A slow group can apply commits later. A new group fetch
 the later commits.
 
     D      = sum over contributions of tokens x age factor x delta / sum of tokens x age factor
-    m      = mu m + D;  outer -= eta (D + mu m);  R += outer - R, sent in 4-bit blocks as in diloco/outer.py
+    m      = mu m + D;  outer -= eta (D + mu m);  R += quantized(outer - R)
 
 D is the weighted mean of the contributions (each is a delta), m the outer momentum with the coefficient mu, and eta the
-outer learning rate. R is the common copy of the outer weights, which lacks what quantization has not sent yet. A
-contribution to an older version is late; its age factor is F^age, with F from --diloco-late-factor. The age factor of
-the other contributions is 1.
+outer learning rate. R is the copy of the outer weights from which inner weights start. diloco/outer.py sends the change
+of R in blocks of 4 bits by default. Here nothing is sent, but every group rounds the change in the same way. So R
+differs from the outer weights by the last rounding errors, which the next change includes.
+
+A contribution to an older version is late; its age factor is F^age, with F from --diloco-late-factor. The age is the
+number of outer steps of its fragment that the contribution has missed. The age factor of other contributions is 1.
 
 Legend: G nominal number of groups (rows), S elements of a row, M bytes of a row's message.
 """
@@ -139,7 +142,7 @@ class WholeOuter:
     def shift(self, units: Sequence[WholeRows], before: Sequence[torch.Tensor]) -> None:
         """Add the last change of R, the common outer weights, to the inner weights.
 
-        The inner weights so keep training steps of this group that are not published yet.
+        Unlike with `merge`, the inner weights thus keep this group's training steps that are not published yet.
 
         Args:
             units: the sharding units whose outer weights an outer step has changed.
@@ -169,7 +172,9 @@ class WholeOuter:
                 start = stop
 
     def fingerprint(self) -> int:
-        """Return the sum of all bit patterns of the outer state, which differs if a single element differs.
+        """Return the sum of the bit patterns of all elements of the outer state, each read as an int32.
+
+        If exactly one element of two outer states differs, their sums differ.
 
         The coordinator compares this number between groups, to find a group that has computed other bits.
         """

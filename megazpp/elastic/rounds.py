@@ -188,6 +188,7 @@ class Rounds:
         self._returned = 0
         for record in records:
             self._apply(record)
+        # time in seconds until which `tick` waits for members that have not connected again; see `wake`
         self._hold_until = now
         if self.members:
             self.wake(now)
@@ -290,7 +291,8 @@ class Rounds:
             RefusedError: the group cannot take part in the run, or not yet.
         """
         facts, rules, before = hello["facts"], Rules(*hello["rules"]), self.facts or {}
-        # Flags bind only while a group has them, so that all groups can start again with corrected flags
+        # All flags must agree only while another group takes part, so that all groups can end and start again with
+        # corrected flags. The flags in OF_THE_SAMPLES may not change after the first commit.
         if any(group.status != "out" for group in self.groups.values()):
             binding: Iterable[str] = {**before, **facts}
         else:
@@ -459,7 +461,8 @@ class Rounds:
         """
         whole = {name: group for name, group in self.groups.items() if group.status == "joining" and group.was_whole}
         starts = {name: group.version for name, group in whole.items() if group.version is not None}
-        # Count from the connection of the groups that wait now: one that has left must not shorten their wait
+        # Count from the first connection of the groups that wait for the start. The connection time of a group that has
+        # left must not shorten this wait.
         waited = now > min((group.since for group in whole.values()), default=now) + ASSEMBLY_SECONDS
         if not starts:
             if whole and (len(whole) >= self.rules.groups or waited):
@@ -797,7 +800,10 @@ class Rounds:
         )
 
     def _is_idle(self, name: str) -> bool:
-        """Return True if a round need not wait for a group: it has no steps to publish, and no samples are for it."""
+        """Return True if a round need not wait for the group `name`.
+
+        This is so if the group has no steps to publish, and has asked for samples that it has not got.
+        """
         report = self.groups[name].reports.get(0)
         if report is None or report["version"] != self.version:
             return False

@@ -33,8 +33,8 @@ NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
 PART_BYTES = 1 << 16
 RETRY_SECONDS = 0.3  # wait before a connection, a fetch, or the acceptance of a connection is tried again
 HANDSHAKE_SECONDS = 10.0  # limit for each read and write until the peer has proved that it knows the secret
-# Most connections at a time whose peers have not proved yet that they know the secret. More wait in the system's queue,
-# so that they cannot use up the threads and the open files of this process.
+# Largest number of accepted connections whose peers have not proved yet that they know the secret. Further connections
+# wait in the operating system's queue, so that they cannot use up the threads and open files of this process.
 MOST_HANDSHAKES = 100
 NO_SECRET = b"all groups are on this machine"  # secret of a run without a secret file
 _HEAD = struct.Struct("!I")  # header of a frame: the length of the frame's JSON in bytes
