@@ -326,7 +326,7 @@ def write_checkpoint(
         sums = {name: part for of_rank in parts for name, part in of_rank.items()}
         named = dataclasses.replace(written, tokenizer_folder=write_tokenizer(folder.path, tokenizer or {}))
         sums[RECORD] = write_durably(partial / RECORD, named.as_json())
-        if axis.rank != 0:
+        if axis.rank != 0:  # a separate folder of another host, where torch.distributed.checkpoint writes no index
             write_durably(partial / INDEX, index)
         write_checksums(partial, sums)
         aside = folder.complete(iteration)

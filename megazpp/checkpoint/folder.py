@@ -10,7 +10,9 @@
     tokenizer-0123456789abcdef/          tokenizer files and their checksums; the name is a hash of the files
     iter_0000100.replaced-1/             checkpoint of an abandoned branch: a run went back to an earlier iteration
                                          with --ckpt-step, and then saved this iteration or an earlier one
-    lock                                 lock file of the job that writes to the folder, locked until that job ends
+    lock                                 lock file of the job that writes to the folder, locked until that job ends; the
+                                         jobs of an elastic run lock it only during a save
+    folder_id                            random identifier of the folder, if jobs of an elastic run save to it
 
 After a crash, a kill or a full disk, the tracker therefore still names a complete checkpoint. Without a tracker, the
 complete checkpoint with the highest iteration is the latest. Complete checkpoints are never overwritten. All

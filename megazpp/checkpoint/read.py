@@ -95,8 +95,8 @@ class LoadSource(NamedTuple):
             try:
                 wanted = self.folder.latest()
             except DamagedError:
-                # Checkpoints after the missing one may belong to a branch that the run has left by --ckpt-step. Only
-                # earlier ones are therefore loaded in its place.
+                # The checkpoint that the tracker names is missing. Later checkpoints may belong to a branch that the
+                # run has left by --ckpt-step, so only an earlier one is loaded instead.
                 with contextlib.suppress(DamagedError):  # a damaged tracker file names no iteration
                     tracked = self.folder.tracked()
                     found = [iteration for iteration in found if tracked is None or iteration < tracked]
@@ -380,7 +380,7 @@ class CheckpointReader:
         position = progress.scheduled_samples * schedule_ratio(record, self._own)
         if not source.optimizer:  # as in Megatron-LM, a run with new moments starts its schedule from the beginning
             position = Fraction(0)
-        # ---- if --seq-length has changed, keep the number of consumed tokens
+        # ---- if --seq-length has changed, correct the offset from which the number of consumed tokens is computed
         length = self._own.flags.get("seq_length") or 0
         longer_by = (record.flags.get("seq_length") or length) - length
         offset = progress.token_offset + progress.consumed_samples * longer_by

@@ -42,7 +42,8 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import raise_on_all_ranks
 
 Chunk = tuple[str, tuple[int, ...]]  # one chunk of a saved tensor: the tensor's key, and the index of the first element
-Part = tuple[torch.Tensor, tuple[slice, ...]]  # view of a part of a tensor to fill; slices of the chunk to copy into it
+# A part of a tensor to fill, as a view; and the slices that cut this part's values out of a chunk
+Part = tuple[torch.Tensor, tuple[slice, ...]]
 _AT_ONCE = 1 << 22  # largest number of elements that `read_box` reads from a file at once (but at least one row)
 
 

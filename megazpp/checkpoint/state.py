@@ -214,7 +214,7 @@ class TrainState:
 
 
 def under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a dictionary whose keys start with `prefix`, and remove the prefix from these keys."""
+    """Return a new dictionary with the entries whose keys start with `prefix`, without the prefix in these keys."""
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
@@ -286,6 +286,7 @@ class Moments(StatePart):
     prefix = OPTIMIZER
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer) -> None:
+        # `_anew` is the number of parameters whose moments begin at zero, because another optimizer wrote the saved ones
         self._model, self._optimizer, self._anew = model, optimizer, 0
         averages = [group for group in optimizer.param_groups if group.get("matrices", "betas" not in group)]
         # These parameters have a momentum buffer instead of Adam's two moments: all parameters with SGD, and the

@@ -55,7 +55,8 @@ def records_to_continue(verified: Verified | None, config: CheckpointConfig, *, 
 
     If the folder of checkpoints has been moved or copied, the run folder is expected at the same path relative to it.
     A copy of both folders thus continues in the copy, and a copy of the checkpoints alone gets a new run folder. A run
-    folder is continued only if its args.json names this folder of checkpoints, because another run may use it now.
+    folder is continued only if its args.json names this folder of checkpoints. Otherwise another run has used the run
+    folder since.
 
     Args:
         verified: checkpoint that the run loads; None for a run that starts from random weights.
