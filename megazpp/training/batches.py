@@ -63,10 +63,11 @@ class BatchPlan:
     """The batch size of every step of a run, and the length of the run; `plan_batches` makes it from the flags."""
 
     micro_batch_size: int  # samples per micro-batch and data-parallel rank
-    data_parallel_size: int  # number of ranks, or of context-parallel groups, that have different samples
+    # number of ranks, or of context-parallel groups, that have different samples, in all jobs of the run together
+    data_parallel_size: int
     global_batch_size: int  # samples per step after the ramp-up
     start_batch_size: int  # samples of the first step of the ramp-up
-    increment: int  # samples that each stage of the ramp-up adds
+    increment: int  # samples by which each stage of the ramp-up enlarges the global batch
     rampup_samples: int  # samples of the complete ramp-up; 0 without a ramp-up
     train_iters: int | None  # length of the run in steps; None if train_samples is given
     train_samples: int | None  # length of the run in samples; None if train_iters is given
@@ -122,7 +123,7 @@ class BatchPlan:
         return start + (step - first) * self.global_batch_size
 
     def iteration_at(self, consumed_samples: int) -> int:
-        """Return the number of complete steps that the first `consumed_samples` samples of the run make."""
+        """Return the number of steps that are complete when the run has consumed `consumed_samples` samples."""
         ramp, start = self._ramp_starts, self.start_iteration
         if ramp[0] <= consumed_samples < ramp[-1]:
             return start + bisect.bisect_right(ramp, consumed_samples) - 1
@@ -164,7 +165,8 @@ def plan_batches(config: BatchConfig, *, data_parallel_size: int) -> BatchPlan:
 
     Args:
         config: flags with the batch sizes and the length of the run.
-        data_parallel_size: number of ranks, or of context-parallel groups, that have different samples.
+        data_parallel_size: number of ranks, or of context-parallel groups, that have different samples, in all jobs of
+            the run together.
     Raises:
         ValueError: a required batch size or the length of the run is missing; a batch size is not divisible by the
             micro-batch size times `data_parallel_size`; or the ramp-up's increments do not reach the global batch size.

@@ -47,9 +47,10 @@ Observer = Callable[[int], AbstractContextManager[None]]
 
 
 class Loader(Protocol):
-    """The source of each step's micro-batches: a `BatchLoader`, or a loader that generates samples with the model.
+    """The source of each step's micro-batches: a `BatchLoader`, or a loader of an optional feature.
 
-    A loader that generates samples raises StopRequested on all ranks if a stop signal arrives during the generation.
+    A feature's loader may generate samples with the model, or wait until samples are assigned to this job. If a stop
+    signal arrives meanwhile, or the run ends, the loader raises StopRequested on all ranks.
 
     Attributes:
         wait_seconds: seconds that all calls of `step` together have waited for data.
@@ -156,7 +157,7 @@ def train(
                 try:
                     with timeline.span(WAIT, "data"):
                         batches = loader.step(progress.consumed_samples, batch_size)
-                except StopRequested as stop:  # a stop signal has ended the generation of samples: skip this step
+                except StopRequested as stop:  # the loader has no samples, see `Loader`: end without this step
                     progress = progress._replace(stop_reason=str(stop))
                     if before is not None:
                         recorder.step(before.wait(), last=True)

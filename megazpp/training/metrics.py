@@ -87,7 +87,8 @@ class IntervalRecord:
         steps: number of steps in the interval.
         total_iterations: number of steps of the complete run.
         loss: mean over the steps that were not skipped, or over all steps if all were skipped.
-        max_grad_norm: largest gradient norm of the steps; None if no step has a norm.
+        max_grad_norm: largest gradient norm of the steps, without NaNs; NaN if all norms are NaN. None if no step has a
+            norm.
         metrics: means of the steps' further metrics, by name, over the steps that have the metric.
         skipped: number of skipped steps.
         nan: number of steps whose loss was not finite.
@@ -232,7 +233,7 @@ class Meter:
         total_iterations: number of steps of the complete run.
         total_samples: number of samples of the complete run.
         seq_length: number of tokens per sample.
-        world_size: number of ranks, for the figures per rank.
+        world_size: number of ranks of all jobs of the run, for the figures per rank.
         flops_per_token: model FLOPs per token, see `model_flops_per_token`.
         whole_samples: True if every sample has `seq_length` tokens. False: each step record has its number of tokens.
             The log then has no `consumed_tokens`, because the tokens before a resume are not known.

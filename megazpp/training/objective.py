@@ -87,8 +87,8 @@ def add_router_gradient(
 class LanguageModelLoss:
     """The negative log-likelihood of the next token: the mean over the global batch's tokens in the loss mask.
 
-    With DiLoCo the mean is over the tokens of this rank's replica group. The losses of routers, each averaged over all
-    sequences of the global batch, add to the gradients, but not to the value of the loss.
+    The losses of routers, each averaged over all sequences of the global batch, add to the gradients, but not to the
+    value of the loss. With DiLoCo, the global batch here means the part of it that this rank's replica group computes.
 
     Args:
         dims: mesh axes of the job.
@@ -138,7 +138,8 @@ class LanguageModelLoss:
 class StopRequested(Exception):  # noqa: N818, because it is no error
     """An exception that all ranks raise together if a stop signal arrives during work that the run can do without.
 
-    Such work is an evaluation or the generation of samples. The exception's text is the name of the signal.
+    Such work is an evaluation, the generation of samples, or a wait for samples, which the end of the run can end too.
+    The exception's text is the reason for the log, for example the name of the signal.
     """
 
 

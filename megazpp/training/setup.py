@@ -66,7 +66,7 @@ def fill(built: ShardedModel, spec: ModelSpec, dims: ParallelDims, device: torch
 def model_on_meta(
     spec: ModelSpec, dims: ParallelDims, device: torch.device, *, whole_experts: bool = False
 ) -> GPTModel:
-    """Build this tensor-parallel rank's slices of the model on the meta device, so without memory for the weights.
+    """Build this tensor-parallel rank's slices of the model on the meta device, where weights take no memory.
 
     Args:
         spec: description of the model.
@@ -97,7 +97,7 @@ def model_on_meta(
 def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> ShardedModel:
     """Shard the parameters of a model on the meta device over the data axes, and return the model with its handle.
 
-    The model may have fewer parameters than when it was built. LoRA, for example, removes the frozen base weights.
+    The caller may have removed parameters from the built model. LoRA, for example, removes the frozen base weights.
 
     Args:
         model: the model on the meta device.

@@ -4,7 +4,7 @@
 
     level 0    nothing: the log line already shows the time of an iteration
     level 1    forward-backward, all gathers of parameters, all reductions of gradients, optimizer
-    level 2    and forward-compute, backward-compute, batch-generator, collectives axis by axis, parts of the optimizer
+    level 2    also forward-compute, backward-compute, batch-generator, collectives of each axis, parts of the optimizer
 
 Times are per iteration. The times of several timers overlap: collectives run during the compute, and a wait for a
 collective also counts as time of the forward, backward or optimizer that waits. On CUDA the times are measured on the
@@ -122,7 +122,10 @@ class StepRecorder:
         return timer_lines(self._names, by_rank)
 
     def _gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Gather the `values` (times) of all ranks, equally many on each rank. Return one list per rank, by rank."""
+        """Gather the times `values` of all ranks, and return one list per rank, in the order of ranks.
+
+        All ranks call this with equally many values.
+        """
         dims = self._run.dims
         own = torch.tensor([values], dtype=torch.float64, device=self._run.device)
         return dims.world.all_gather(own).tolist()
@@ -206,7 +209,7 @@ def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
         iteration: iteration of the measured step.
         seconds: compute seconds of each rank in the step.
     """
-    median = statistics.median_low(seconds)  # compares the slower of two ranks with the faster one
+    median = statistics.median_low(seconds)  # of two ranks, the faster one's time, so that the slower one can be "slow"
     by_time = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
     slow = [rank for rank in by_time if seconds[rank] > SLOW * median > 0.0]
     shown = ", ".join(f"rank {rank} {seconds[rank] / median:.2f} x" for rank in slow[:SHOWN_RANKS])
