@@ -2,7 +2,7 @@
 
     expand    replaces each `@path` by the words of that flag file
     split     groups each flag with the words up to the next flag
-    sift      ignores flags that only Megatron-LM has with a notice, or rejects them with a reason
+    sift      drops flags that only Megatron-LM has, with a notice for each, or rejects them with a reason
     parse     converts values to the types of their fields, and resolves flags that exclude each other
 
 Each word carries its origin through all steps, so that messages can name the origin, such as

@@ -25,7 +25,8 @@ from typing import IO, Any, BinaryIO
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The folder that contains configs/: the package in a wheel, or its parent in a checkout
 HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
-# Seconds to wait for a lock, whose holder may be about to end, before a line about the wait is printed
+# Seconds to wait for a lock, whose holder may be about to end. After this time, `lock_for_this_job` gives up or, if its
+# caller allows a longer wait, prints a line about the wait.
 LOCK_SECONDS = 5.0
 MOST_BYTES = 64 << 20  # largest flag file or other text file that `read_small_file` reads
 
@@ -131,7 +132,7 @@ def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
 def check_prefix(prefix: str, flag: str) -> None:
     """Raise ValueError if `prefix`, the value of `flag`, is a folder.
 
-    A program appends suffixes such as `.bin` to a prefix. After a folder, nothing would precede the suffix.
+    A program appends suffixes such as `.bin` to a prefix. With a folder as the prefix, the file would be named `.bin`.
     """
     if prefix.endswith(("/", "/.", "/..")) or Path(prefix).name in ("", "..", "~"):
         folder = prefix.rstrip("/") or "/"

@@ -9,7 +9,7 @@ Supported launchers and their variables:
 | mpirun (MVAPICH2)         | MV2_COMM_WORLD_RANK, _SIZE   | MV2_COMM_WORLD_LOCAL_RANK, _LOCAL_SIZE             |
 | horovodrun                | HOROVOD_RANK, _SIZE          | HOROVOD_LOCAL_RANK, _LOCAL_SIZE                    |
 | jsrun                     | JSM_NAMESPACE_RANK, _SIZE    | JSM_NAMESPACE_LOCAL_RANK, _LOCAL_SIZE              |
-| flux run                  | FLUX_TASK_RANK, _JOB_SIZE    | FLUX_TASK_LOCAL_ID, by FLUX_JOB_NNODES             |
+| flux run                  | FLUX_TASK_RANK, _JOB_SIZE    | FLUX_TASK_LOCAL_ID, FLUX_JOB_SIZE / FLUX_JOB_NNODES|
 | mpiexec (MPICH, Intel)    | PMI_RANK or PMI_ID, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS                   |
 | mpiexec (PALS)            | PMI_RANK, PMI_SIZE           | PMI_LOCAL_RANK, _SIZE or PALS_LOCAL_RANKID, _SIZE  |
 | srun                      | SLURM_PROCID, _STEP_NUM_TASKS| SLURM_LOCALID, SLURM_NTASKS_PER_NODE               |

@@ -37,8 +37,9 @@ from megazpp.base.flag_tables import MegatronFlag
 from megazpp.base.launcher import find_launcher
 
 T = TypeVar("T")
-# Exit codes of programs. A rank that ends because another rank has failed ends with EXIT_SECONDARY. If a worker still
-# runs long after the others have ended, the launcher treats it as ended with EXIT_LATE.
+# Exit codes of programs. A rank that ends because another rank has failed ends with EXIT_SECONDARY. The watchdog ends a
+# rank without progress with EXIT_HANG. If a worker still runs long after the others have ended, the launcher treats it
+# as ended with EXIT_LATE.
 EXIT_ERROR, EXIT_USER_ERROR, EXIT_SECONDARY, EXIT_HANG, EXIT_LATE = 1, 2, 3, 4, 5
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # shells report death by signal n as 128 + n
 EXIT_READER_GONE = 128 + signal.SIGPIPE

@@ -70,6 +70,7 @@ class OptimizerConfig(MuonConfig):
     weight_decay: float = flag(0.01, must_be="not negative")
     adam_beta1: float = flag(0.9, needs=ADAM, must_be="below one")
     adam_beta2: float = flag(0.999, needs=ADAM, must_be="below one")
+    # With --adam-eps 0, weights whose gradients have always been 0 would become NaN (0 / 0).
     adam_eps: float = flag(1e-8, needs=ADAM, must_be="positive")
     sgd_momentum: float = flag(0.9, needs="--optimizer sgd", must_be="below one")
     clip_grad: float = flag(1.0, must_be="not negative")
@@ -77,7 +78,6 @@ class OptimizerConfig(MuonConfig):
     def __post_init__(self) -> None:
         """Raise ValueError for optimizer flags out of their range, and for apex with another optimizer than adam."""
         super().__post_init__()
-        # With --adam-eps 0, weights whose gradients have always been 0 would become NaN (0 / 0).
         if self.optimizer_backend == "apex" and self.optimizer != "adam":
             raise ValueError(
                 f"--optimizer-backend apex supports only --optimizer adam, not {self.optimizer}: use"
@@ -168,8 +168,8 @@ class LossScaleConfig(Config):
         initial_loss_scale: initial value of the dynamic loss scale.
         min_loss_scale: lower bound of the dynamic loss scale.
         loss_scale_window: number of consecutive steps without overflow after which the dynamic loss scale doubles.
-        hysteresis: overflows after the dynamic loss scale last grew that halve it; each further overflow halves it
-            again.
+        hysteresis: number of overflows, counted since the dynamic loss scale last grew, of which the last one halves
+            it; each further overflow halves it again.
     """
 
     loss_scale: float | None = flag(None, must_be="positive")
@@ -179,7 +179,7 @@ class LossScaleConfig(Config):
     hysteresis: int = flag(2, must_be="positive")
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a loss scale flag that is not positive, or a lower bound above the initial scale."""
+        """Raise ValueError if a flag of the loss scale is not positive, or the lower bound exceeds the initial scale."""
         super().__post_init__()
         low, first = self.min_loss_scale, self.initial_loss_scale
         if low > first:

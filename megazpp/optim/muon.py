@@ -2,6 +2,8 @@
 
     W -= lr (s X + weight decay W),    X = Newton-Schulz(momentum-updated gradient [r, c]),    s = 0.2 sqrt(max(r, c))
 
+The scale s is that of the default flags; `MuonConfig.scale` has the others.
+
 Each rank of a node (T tensor-parallel x L local ranks) holds contiguous rows of each matrix. If a copy of the model is
 within one node, the node's ranks together hold the complete matrix. One of these ranks is the matrix's owner: it
 gathers the matrix and orthogonalizes it alone. Owners are chosen so that all ranks have about equally many FLOPs. B

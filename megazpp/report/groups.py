@@ -48,7 +48,8 @@ def read_rounds(file: Path) -> list[Row]:
 def states(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Return the states of each replica group of an elastic DiLoCo run, by the name of the group.
 
-    The states of a group are a list with one key of STATES for each version of the outer weights.
+    The states of a group are a list with one key of STATES for each version of the outer weights. The longest
+    contribution of a version, in steps, counts as a whole interval, and shorter ones as called early.
     """
     names = sorted({name for row in rows for name in (*row["sent_bytes"], *(g["group"] for g in row["groups"]))})
     found: dict[str, list[str]] = {name: [] for name in names}
