@@ -304,7 +304,7 @@ class ReplicaGroups:
         return found
 
     def restore(self, common: Mapping[str, Any], counts: torch.Tensor) -> None:
-        """Restore R, the outer weights that all groups agree on, and two numbers per fragment from a checkpoint.
+        """Restore R, the common copy of the outer weights, and two numbers per fragment from a checkpoint.
 
         The exact outer weights and their momentum are loaded separately, into the tensors that `weights` and
         `momentum` return.

@@ -72,7 +72,7 @@ class OuterRows:
 
     @property
     def rows(self) -> torch.Tensor:
-        """R, the unit's outer weights as all G replica groups have received them: [G, S] fp32, one row per group."""
+        """R, the common copy of the unit's outer weights: [G, S] fp32, one row for each of G replica groups."""
         raise NotImplementedError
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -173,7 +173,7 @@ class WholeRows(OuterRows):
 
     @property
     def rows(self) -> torch.Tensor:
-        """R, the unit's outer weights as all G replica groups have received them: [G, S] fp32, one row per group."""
+        """R, the common copy of the unit's outer weights: [G, S] fp32, one row for each of G replica groups."""
         return self._rows
 
     @property

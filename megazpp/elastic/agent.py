@@ -62,7 +62,8 @@ class Agent:
         wants: number of cells of samples for which the group has asked so far.
         joined: True once the group has outer weights of the run and can take part.
         leaves: True once the group leaves the run.
-        unsent: True if the group has steps that are not published yet to the fragment of the next version.
+        unsent: True if the group has trained since its last contribution to the fragment of the model that the next
+            version changes.
         trains: True while the training loop takes steps; the coordinator then expects steps from this group.
         sent, sent_bytes: number and bytes of the contributions and snapshots that this rank has sent to other groups.
     """
@@ -155,7 +156,7 @@ class Agent:
         Returns:
             the id of the contribution, which is the same on all ranks of the group.
         """
-        digest = hashlib.sha256(data).hexdigest()  # may take seconds, in which reports must not wait for the lock
+        digest = hashlib.sha256(data).hexdigest()  # before the lock: this may take seconds, and reports need it
         with self._changed:
             cid = f"{self._hello['incarnation']}.{self._numbers}"
             self._numbers += 1

@@ -60,8 +60,8 @@ class Journal:
             except FileExistsError:
                 continue  # another coordinator was faster and has created this term's journal, so take the next term
         self.records = self._read(self.term - 1)
-        # Replace the empty journal by the complete copy in one step. A part, left by a full disk or a kill, would pass
-        # for all records in the next term.
+        # Replace the empty journal by the complete copy in one step. If a full disk or a kill left only a part of the
+        # copy, the coordinator of the next term would take this part for all records.
         self._checksum = 0  # CRC-32 of the records that this term's journal has
         copy = "".join(map(self._line, self.records)).encode()
         with _errors_named(self._path(self.term)):

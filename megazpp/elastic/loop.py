@@ -43,10 +43,10 @@ OF_THE_GROUP = (
     *("--diloco-coordinator", "--diloco-group", "--diloco-listen", "--diloco-advertise"),
     *("--master-port", "--wandb-exp-name"),
 )
-LEAVING_SECONDS = 10.0  # limit of the wait of a group that leaves, for the commit of its last contribution
-# Limit of the wait of a group that leaves, for other groups that may still fetch messages from it
+LEAVING_SECONDS = 10.0  # longest time that a leaving group waits for the commit of its last contribution
+# Longest time that a leaving group waits for other groups, which may still fetch messages from it
 FAREWELL_SECONDS = 60.0
-SAVE_SECONDS = 600.0  # limit of the wait of a group, at the end of the run, for the save of another group
+SAVE_SECONDS = 600.0  # longest time that a group waits, at the end of the run, for the saves of other groups
 POLL_SECONDS = 20.0  # longest time that rank 0 waits for the coordinator while the other ranks wait in a collective
 SMOOTHING = 0.3  # weight of the last step in the moving average of the seconds per step
 
@@ -366,7 +366,7 @@ class ElasticLoop:
 
     @property
     def _has_unsent(self) -> bool:
-        """True if this group has trained steps that are not published yet to the fragment of the next version."""
+        """True if this group has trained since its last contribution to the fragment that the next version changes."""
         return bool(self._tokens[self.version % len(self._tokens)])
 
     @property

@@ -560,8 +560,8 @@ class Rounds:
     def _commit_if_held(self, now: float) -> None:
         """Commit the chosen contributions once enough groups have fetched their messages.
 
-        All live groups are enough at any time, and a quorum of groups once the grace is over. Chosen contributions that
-        were lost meanwhile are left out. If none is left, the round chooses again.
+        Enough groups are all live groups or, once the grace is over, a quorum of them. Chosen contributions that were
+        lost meanwhile are left out. If none is left, the round chooses again.
         """
         assert self.closed is not None
         live = self.live
@@ -742,7 +742,8 @@ class Rounds:
     def _ends(self, commits: Sequence[Record]) -> bool:
         """Return True if an elastic run with these commits is over.
 
-        It is over when each fragment of the model has had a commit with which all samples of the run are merged.
+        It is over when all samples of the run are merged, and each fragment of the model has had a commit at which this
+        was so. Fragments have commits in turn, so the last P commits decide, where P is the number of fragments.
         """
         last = commits[-self.rules.fragments :]
         return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps
@@ -790,7 +791,7 @@ class Rounds:
         """Return True if the group `name` leaves and must save its outer weights, because no other group can do so.
 
         That is the case if all other live groups that save checkpoints leave too, and each of them has reported this
-        earlier or has an older version. So at least the group that was the last to report that it leaves saves.
+        earlier or has an older version. So of all groups that leave, at least the one that reported this last saves.
         """
         group = self.groups[name]
         others = [self.groups[other] for other in self.live - {name} if self.groups[other].saves]
