@@ -275,7 +275,7 @@ def exit_on_signals() -> None:
 
 
 def ignored(number: int) -> bool:
-    """Return True if the signal is SIGHUP, and nohup has made this program ignore SIGHUP. No handler is set then."""
+    """Return True if the signal is SIGHUP and nohup has made this program ignore it, so that no handler may be set."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
@@ -376,8 +376,8 @@ def errors_as(
 def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:
     """Return a message for users about an error, which a program prints in place of a traceback.
 
-    For an OSError about a file, the message also names the flag whose value is this file, a folder that contains the
-    file, or a path inside it.
+    For an OSError about a file or folder, the message also names the flag whose value is this path, a folder that
+    contains it, or a path inside of it.
 
     Args:
         error: the error.

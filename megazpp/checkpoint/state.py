@@ -286,7 +286,8 @@ class Moments(StatePart):
     prefix = OPTIMIZER
 
     def __init__(self, model: GPTModel, optimizer: torch.optim.Optimizer) -> None:
-        # `_anew` is the number of parameters whose moments begin at zero, because another optimizer wrote the saved ones
+        # `_anew` is the number of parameters whose moments begin at zero, because another optimizer wrote the saved
+        # moments; `targets` sets it
         self._model, self._optimizer, self._anew = model, optimizer, 0
         averages = [group for group in optimizer.param_groups if group.get("matrices", "betas" not in group)]
         # These parameters have a momentum buffer instead of Adam's two moments: all parameters with SGD, and the
@@ -378,7 +379,7 @@ class ErrorFeedback(StatePart):
         return {name: x for name, x in self.tensors().items() if name in there and there[name].size == x.shape}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Set buffers that the checkpoint does not have to zero, and rescale error feedback to the current loss scale.
+        """Set to zero the buffers that the checkpoint lacks, and rescale error feedback to the current loss scale.
 
         Returns:
             A list with a note if error feedback begins at zero; otherwise [].

@@ -179,7 +179,7 @@ class LossScaleConfig(Config):
     hysteresis: int = flag(2, must_be="positive")
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a flag of the loss scale is not positive, or the lower bound exceeds the initial scale."""
+        """Raise ValueError if a loss scale flag is not positive, or the lower bound is above the initial scale."""
         super().__post_init__()
         low, first = self.min_loss_scale, self.initial_loss_scale
         if low > first:

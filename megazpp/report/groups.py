@@ -48,8 +48,9 @@ def read_rounds(file: Path) -> list[Row]:
 def states(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Return the states of each replica group of an elastic DiLoCo run, by the name of the group.
 
-    The states of a group are a list with one key of STATES for each version of the outer weights. The longest
-    contribution of a version, in steps, counts as a whole interval, and shorter ones as called early.
+    The states of a group are a list with one key of STATES for each version of the outer weights. Of the contributions
+    that are not late, those with as many steps as the version's longest contribution count as whole intervals, and
+    shorter ones as called early.
     """
     names = sorted({name for row in rows for name in (*row["sent_bytes"], *(g["group"] for g in row["groups"]))})
     found: dict[str, list[str]] = {name: [] for name in names}

@@ -139,7 +139,10 @@ class Guard:
         self._wants_back = False
 
     def begin_step(self) -> None:
-        """Make the backward check this rank's gradients before they are reduced; call this before the forward."""
+        """Request that this step's backward checks the gradients of this rank before they are reduced.
+
+        Call this before the forward. Without --check-for-nan-in-loss-and-grad, nothing is checked.
+        """
         if self.config.check_for_nan_in_loss_and_grad:
             self.sharding.watch_gradients()
 

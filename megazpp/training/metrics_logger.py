@@ -67,8 +67,8 @@ class Tracker(AbstractContextManager["Tracker"]):
     """The writer of a run's records: files of the run folder, wandb and TensorBoard.
 
     It is a context manager around the run. At the end it closes wandb and TensorBoard, and unlocks the run folder. If
-    recording fails (a full disk, a lost network), a warning is printed once, and training continues. The log line on
-    stdout still has the numbers.
+    recording fails (a full disk, a lost network), a warning is printed once for each file or sink, and training
+    continues. The log line on stdout still has the numbers.
 
     Args:
         folder: the run folder on rank 0; None on other ranks, where nothing is recorded.
