@@ -204,7 +204,8 @@ class Coordinator:
         why: reason why the coordinator has ended; "" while it runs.
 
     Raises:
-        ValueError: another coordinator holds the folder's lock.
+        ValueError: another coordinator holds the folder's lock, the journal is damaged or cannot be written, or this
+            machine cannot listen on `address`.
     """
 
     def __init__(

@@ -204,8 +204,8 @@ def _summed_root(squares: torch.Tensor, tp: MeshAxis, shard: MeshAxis) -> torch.
 def _split(name: str, parameter: nn.Parameter, tp: MeshAxis, shard: MeshAxis) -> dict[str, int]:
     """Return the names and sizes of the axes over which a parameter is split; {} for a replicated parameter.
 
-    Only `tp`, `shard` and the axes of experts (EXPERT_AXES) are allowed; another axis raises AssertionError. Experts are
-    split over the ranks of tp x shard too, but along axes with other names.
+    Only `tp`, `shard` and the axes of experts (EXPERT_AXES) are allowed; another axis raises AssertionError. Experts
+    are split over the ranks of tp x shard too, but along axes with other names.
     """
     split: dict[str, int] = {}
     if isinstance(parameter, DTensor):

@@ -40,8 +40,8 @@ def model_flops_per_token(model: GPTConfig, *, padded_vocab_size: int, seq_lengt
     """Return the floating-point operations per token of a GPT model's forward and backward together.
 
     The backward computes two matrix products for each matrix product of the forward, so the total is three times the
-    forward. A multiply-add counts as two operations. Of a mixture of experts, the router, the shared MLP and those
-    experts count to which a token is sent.
+    forward. A multiply-add counts as two operations. In a mixture of experts, the router, the shared MLP and the
+    experts to which a token is sent count.
 
     Args:
         model: shape of the model.

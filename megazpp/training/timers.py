@@ -348,7 +348,7 @@ def _busy(spans: Iterable[Span]) -> list[Interval]:
 
 
 def clip(spans: Iterable[Span], start_seconds: float, end_seconds: float) -> list[Span]:
-    """Cut spans to the interval from `start_seconds` to `end_seconds`, and leave out spans that are outside of it."""
+    """Return the spans, cut to the interval from `start_seconds` to `end_seconds`, without spans outside of it."""
     cut = []
     for span in spans:
         start, end = max(span.start_seconds, start_seconds), min(span.end_seconds, end_seconds)
