@@ -17,9 +17,10 @@ class CheckpointConfig(Config):
         save: folder to save checkpoints in; only one job at a time may use it.
         save_to_run_dir: save checkpoints in checkpoints/ of the run folder, if --save is not given.
         save_interval: iterations between checkpoints; the last iteration is always saved.
-        keep_last: number of newest checkpoints to keep; older ones are deleted (default: keep all).
-        save_retain_interval: keep checkpoints whose iteration is a multiple of this number, and the --keep-last newest
-            (default: 1).
+        keep_last: number of newest checkpoints to keep; older ones are deleted (default: keep all, unless
+            --save-retain-interval is given).
+        save_retain_interval: keep only checkpoints whose iteration is a multiple of this number, and the --keep-last
+            newest ones, or the newest one without --keep-last.
         save_optim: save the optimizer states.
         save_rng: save the states of the random generators.
         async_save: save in the background during training, from a copy of the tensors in host memory.

@@ -49,7 +49,8 @@ class DilocoConfig(FeatureConfig):
             rate is 1).
         diloco_fragments: number of parts of the model that synchronize in turn within --diloco-steps; 1 is plain
             DiLoCo.
-        diloco_fragment_sync_delay: training steps that overlap a synchronization, before its result is merged.
+        diloco_fragment_sync_delay: training steps that overlap a synchronization, from its start to the merge of its
+            result.
         diloco_fragment_update_alpha: fraction of a replica group's own weights in a merge with the outer weights
             (default: 0, or 0.5 with --diloco-fragment-sync-delay).
         diloco_weight_bits: bits per element of the changes of outer weights between replica groups; 16: compute dtype,

@@ -114,7 +114,7 @@ class ProfilerConfig(Config):
     Attributes:
         profile: record operators, kernels and collectives with torch.profiler; writes a trace for ui.perfetto.dev to
             the run folder.
-        profile_step_start: iterations before the first one that --profile records.
+        profile_step_start: number of iterations before the first one that --profile records.
         profile_step_end: last iteration that --profile records.
         profile_ranks: ranks that --profile and --record-memory-history record.
         record_memory_history: record the last 100000 CUDA allocations with their stacks for --memory-snapshot-path.
@@ -147,8 +147,8 @@ class StopConfig(Config):
 
     Attributes:
         exit_interval: stop after the first iteration that is a multiple of this number.
-        exit_duration_in_mins: stop this many minutes after the start of the program, before any restart by
-            --max-restarts.
+        exit_duration_in_mins: stop this many minutes after the first start of the program; a restart by --max-restarts
+            does not begin to count again.
         skip_train: skip training and only evaluate.
     """
 
