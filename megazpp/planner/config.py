@@ -17,8 +17,8 @@ class PlanConfig(FeatureConfig):
     Attributes:
         plan: print estimates of memory, communication and time, and exit.
         plan_expert_load: load of the busiest expert, relative to the mean, at which --plan also prints memory and
-            chooses the fastest settings; the largest max_expert_load in metrics.jsonl of a similar run (default: only
-            an even load).
+            chooses the fastest settings; a good value is the largest max_expert_load in metrics.jsonl of a similar run
+            (default: only an even load).
     """
 
     plan: bool = flag(False, common=True)

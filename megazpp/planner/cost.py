@@ -28,10 +28,14 @@ tree. Each message of a ring has the latency of the link that it uses, as in NCC
 nodes has 23 network links.
 
 Ranks of a node that send over the network at the same time share the node's network bandwidth. The seconds per byte
-between nodes depend on whether ranks share fast adapters (see `shares_adapters`):
+that a rank sends to another node depend on the cluster file's network link, and on whether ranks share fast adapters
+(see `shares_adapters`):
 
-    shared adapters    senders / bandwidth of the node + 1 / uplink, the rate from a rank to its node's adapters
-    others             senders / (bandwidth of the node x share)
+    measured link      senders / measured bandwidth of the node
+    shared adapters    senders / bandwidth of the node + 1 / rate from a rank to its node's adapters (`uplink`)
+    others             senders / (bandwidth of the node x `Efficiency.network`)
+
+`senders` is the number of ranks of the node that send at the same time.
 
 A cluster file names a calibration (`device: {calibration: h100}`): the fractions of the data sheet's rates that
 programs reach. tests/planner/test_published.py lists published speeds of training runs and the planner's estimates.
@@ -50,7 +54,7 @@ from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, PCIE, Layout
 TILE = 128
 
 # Microseconds that a message takes from one rank to the next, by kind of link, for cluster files without latencies.
-# Source: NCCL 2.18, src/graph/tuning.cc, hwLat, protocol Simple. "domain" is NVLink there, and "node" is PCI.
+# Source: NCCL 2.18, src/graph/tuning.cc, hwLat, protocol Simple. NCCL's name for "domain" is NVLink, for "node" PCI.
 RING_MICROSECONDS = {"domain": 3.4, "node": 5.7, "network": 14.0}
 TREE_MICROSECONDS = {"domain": 4.0, "node": 6.0, "network": 14.0}
 CALL_MICROSECONDS = 8.4  # microseconds that every collective takes in addition to its messages (NCCL's baseLat)
@@ -98,7 +102,8 @@ class Calibration(NamedTuple):
 
 
 # Fraction of the peak that matrix products reach on V100: 83 of 125 TFLOP/s. Source: Markidis et al., NVIDIA Tensor
-# Core Programmability, Performance & Precision (arXiv 1803.04014). A100 and the 700 W H100 reach the same fraction.
+# Core Programmability, Performance & Precision (arXiv 1803.04014). The planner assumes the same fraction for A100 and
+# for the 700 W H100.
 V100_MATRIX_SHARE = 0.664
 # Most multiprocessors that a collective of NCCL occupies (MAXCHANNELS). A collective delays the compute that overlaps
 # with it by NCCL_BLOCKS / multiprocessors of the collective's seconds.

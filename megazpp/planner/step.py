@@ -408,7 +408,7 @@ class StepSimulator:
         return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
 
     def _sum_over_data(self) -> None:
-        """Simulate the all-reduce by which training sums the loss, one fp64 number, over all data-parallel ranks."""
+        """Simulate the sum of one fp64 number, the loss or the number of tokens, over all data-parallel ranks."""
         for axis in (self._shard, self._replicate):
             axis.all_reduce_(torch.empty((), dtype=torch.float64, device=META))
 

@@ -535,8 +535,8 @@ def _described(value: Any) -> Any:
 class FusedAttention(TorchFunctionMode):
     """Function mode that replaces attention in a trace by a fused kernel's operations and memory.
 
-    Fused kernels do not keep the S x S scores of a sample of S tokens. Torch does not choose such kernels for meta
-    tensors. They keep a mask for backward, in the dtype of the queries.
+    A fused kernel does not keep the S x S scores of a sample of S tokens. It keeps its mask for backward, in the dtype
+    of the queries. Torch does not choose fused kernels for meta tensors.
 
     Args:
         recorder: recorder of operations and memory.
