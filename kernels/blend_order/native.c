@@ -59,7 +59,8 @@ static inline double floor_at(const struct plan *p, double begin, double at) {
 /* Choose the candidates for the samples `begin` to `last`, copy their shares and `taken`, and return their number. */
 static int64_t choose_candidates(struct plan *p, double begin, double last) {
     const double *shares = p->shares, *taken = p->taken;
-    /* A lag is rounded by at most 2^-53 of its terms. 16 times that covers both ends, the sample and the floor. */
+    /* The rounding error of a lag is at most 2^-53 of its terms. The slack is 16 times that, which covers the errors of
+    the lags at both ends of the block, of the lag at a sample in between, and of the floor. */
     double slack = 0x1p-49 * (shares[p->num_groups - 1] * last + 4.0);
     double low = p->floor - slack, high = floor_at(p, begin, last) - slack;
     int64_t count = 0, i = 0;
@@ -189,8 +190,8 @@ static void continue_floor(struct plan *p, int64_t size) {
     }
     double missed = p->expected - lowest; /* NaN if the floor came from `new_floor`, which predicts nothing */
     p->margin = 2.0 * missed > 0.9 * p->margin ? 2.0 * missed : 0.9 * p->margin;
-    /* The next floor continues these lags. Its slope is between the smallest lags of both halves of the block, without
-    the middle sample of odd sizes. */
+    /* The next floor continues these lags. Its slope is that of a line from the smallest lag of the block's first half
+    to the smallest lag of its second half, `distance` samples later. The middle sample of an odd size is in no half. */
     int64_t distance = size - size / 2;
     double early = INFINITY, late = INFINITY;
     for (int64_t i = 0; i < size / 2; i++) {

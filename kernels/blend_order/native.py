@@ -16,7 +16,9 @@ import numpy.typing as npt
 from megazpp.kernels.c_library import find_c_library
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
-AT_ONCE = 16  # native.c reads AT_ONCE elements of an array at once, so arrays are longer by this number of elements
+# The arrays of candidates have AT_ONCE more elements than there are groups, because native.c writes padding after the
+# last candidate.
+AT_ONCE = 16
 # Datasets with equal shares form a group. Up to NARROW groups, C compares all groups for each sample; with more groups
 # it compares only candidates.
 NARROW = 128

@@ -66,7 +66,7 @@ def pack(
             Unquantized elements are sent as x. A base cannot be combined with `errors`, because the next delta
             contains this message's rounding errors anyway.
     Errors:
-        |x - dequantized| <= |scale| / 2 (1 + 2^-15), except for elements that a format with `clip` clips.
+        |x - dequantized| <= (1 + 2^-15) |scale| / 2, except for elements that a format with `clip` clips.
     Source: ZeRO++ sections 3.1 and 3.3 (qwZ, qgZ). Rounding is half to even.
     """
     # ---- on CUDA, repeat an earlier launch with equal shapes, strides and dtypes without checking the arguments again

@@ -217,7 +217,7 @@ static inline float quantize_block(
     const float scale = scale_of(values, bits, clip, size);
     if (!(fabsf(scale) > 0)) { /* 0 or NaN */
         memset(payload, bits == 8 ? 0 : 0x88, (size_t)(size * bits / 8));
-        for (int i = 0; keep && i < size; i++) values[i] -= 0 * scale;
+        for (int i = 0; keep && i < size; i++) values[i] -= 0 * scale; /* NaN if the scale is NaN */
         return scale;
     }
     const float inverse = 1 / scale;

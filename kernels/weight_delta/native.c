@@ -150,7 +150,7 @@ INLINE uint8_t *finish(const struct writer *w) {
     return w->at + (w->used + 7) / 8;
 }
 
-/* Append the unary Rice quotients of 8 weights, some of which may be above 7.
+/* Append the unary Rice quotients of 8 weights. Some of the quotients may be 7 or more.
 
 bits: codes of the quotients, limited to 7. masks: a byte for each element, with as many low ones as its code has bits.
 large: the top bits of those bytes whose quotient is at least 7. values, low: the elements and their masks. */
@@ -270,7 +270,7 @@ INLINE int body_of(
         size = dense;
         *kind = c;
     }
-    /* ---- write the sparse body if it is the shortest; a change takes at least a byte (position), a bit (quotient) */
+    /* ---- write the sparse body if it is the shortest; a change takes a byte (position) and at least a bit */
     if (count <= MOST_POSITIONS && 1 + count + (count + 7) / 8 <= size) {
         uint16_t places[MOST_POSITIONS + 64], values[MOST_POSITIONS + 1], low[MOST_POSITIONS + 1];
         uint8_t differs[BLOCK], bits[BLOCK / 8], one[MOST_POSITIONS + 1];
