@@ -3,8 +3,8 @@
     python tools/plan.py --nodes 8 32 128 --micro-batches 1 @configs/gpt_18b.args \\
         --cluster-file configs/clusters/dgx_h100.yaml
 
-The number of tokens per GPU is the same for all sizes. A figure in brackets needs more memory than a GPU has. All other
-flags are the flags of pretrain_gpt.py, whose --plan estimates one run on one cluster. No worker is started.
+The number of tokens per GPU is the same for all sizes. A figure is in brackets if the run does not fit into memory. All
+other flags are the flags of pretrain_gpt.py, whose --plan estimates one run on one cluster. No worker is started.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ python tools/post_train.py --objective grpo --load grpo/ --save grpo/ ...       
 The checkpoint determines the model, the tokenizer and the precision. Flags for the layout and ZeRO++ are the same as
 for pretrain_gpt.py. Other flags have the names of TRL's options.
 
-Averages and normalizations cover all ranks: a loss is divided by the count of the whole optimizer step, and advantages
-are whitened over the whole rollout. In some places TRL instead uses one process or one micro-batch.
+Averages and normalizations cover all ranks. A sum of losses is divided by the number of tokens, pairs or completions of
+the whole optimizer step, and advantages are whitened over the whole rollout. In some places TRL instead averages over
+one process or one micro-batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time training steps of ZeRO-3, ZeRO-1, HSDP, ZeRO++, its parts and local steps on nodes with emulated slow links.
 
-    python tools/benchmarks/benchmark_cluster.py --out runs/cluster                 2 nodes x 4 ranks, all rates, k = 1
+    python tools/benchmarks/benchmark_cluster.py --out runs/cluster        2 nodes x 4 ranks, all rates, 1 micro-batch
     python tools/benchmarks/benchmark_cluster.py --out runs/k8 --rates 100mbit --micro-batches 8 --samples 3
     python tools/benchmarks/benchmark_cluster.py --out runs/diloco --variants zero3 diloco-10 --rates 100mbit unlimited
     python tools/benchmarks/benchmark_cluster.py --out runs/moe -- --num-experts 8 --swiglu --disable-bias-linear

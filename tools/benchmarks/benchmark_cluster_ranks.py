@@ -92,6 +92,7 @@ class VariantRun:
         self._step = TrainStep(*built, optimizer, scaler, dims, clip_grad=config.optimizer.clip_grad)
         diloco = plan.of(DilocoPlan)
         self._replica_groups = None if diloco is None else ReplicaGroups(built.sharding, dims, diloco, config.precision)
+        # With DiLoCo, each command begins just after a merge, `diloco.delay` steps after the messages were sent.
         self.steps, self._iteration = (1, 0) if diloco is None else (diloco.steps, diloco.delay)
         self._lr = config.schedule.lr or 0.0
         self.num_parameters = sum(p.numel() for p in built.model.parameters())

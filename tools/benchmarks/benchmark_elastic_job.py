@@ -181,5 +181,5 @@ if __name__ == "__main__":
         slow_down_network(given)
     if given.kill_at:
         Kill(given)
-    sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]  # without the JSON object: worker processes parse it again
+    sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]  # no JSON object: workers parse sys.argv again
     raise SystemExit(pretrain_gpt.main(sys.argv[1:]))
