@@ -104,8 +104,8 @@ class Killed(BaseException):
 def killed_before(moment: int, work: Callable[[], Any]) -> bool:
     """Call `work`, and raise Killed before its disk operation number `moment`, counted from 0.
 
-    Operations are rename, unlink and rmtree. Return True if `work` was ended, and False if it completed before that
-    operation.
+    Operations are rename, unlink, rmtree, `write_synced` and `sync_directory`. Return True if `work` was ended, and
+    False if it completed before that operation.
     """
     left = itertools.count(moment, -1)
 

@@ -172,7 +172,8 @@ def test_position_on_a_schedule_counts_its_steps_or_samples():
     assert schedule_ratio(of_batch(16, STEPS, at), of_batch(8, STEPS)) == Fraction(8, 16)
     assert schedule_ratio(of_batch(16, STEPS, at), of_batch(16, STEPS)) == 1
     assert schedule_ratio(of_batch(16, IN_SAMPLES, at), of_batch(8, IN_SAMPLES)) == 1
-    twice = TrainingProgress(40, 560, 304)  # ten more steps with a batch size of 8
+    # Ten more steps with a batch size of 8, of which one was skipped: 464 * 8 / 16 + 9 * 8 samples of the schedule
+    twice = TrainingProgress(40, 560, 304)
     assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, STEPS)) == 1
     assert schedule_ratio(of_batch(8, STEPS, twice), of_batch(8, IN_SAMPLES)) * (40 * 8) == 560
     assert schedule_ratio(of_batch(8, IN_SAMPLES, twice), of_batch(8, STEPS)) * 560 == 40 * 8

@@ -97,7 +97,7 @@ def load_move_and_rewind(case: Case, **flags: str | int) -> str:
 
 @pytest.mark.slow
 def test_going_back_to_another_layout_s_checkpoint_begins_anew_what_it_lacks_as_the_first_time(tmp_path):
-    """Go back to a checkpoint of another layout, which has no error feedback and random states for this layout.
+    """Go back to a checkpoint of another layout, which has no error feedback and no random states for this layout.
 
     Error feedback must be zero again, as after the first load, and random generators must differ between iterations.
     """

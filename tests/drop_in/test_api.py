@@ -134,7 +134,7 @@ def call_in_a_pass(place: str) -> None:
 def set_own_collectives() -> None:
     """Set a custom collective on a block before the call of `zeropp`, or after the call and a first backward.
 
-    `zeropp` rejects the former, and the next forward rejects the latter.
+    `zeropp` rejects a collective that was set before, and the next forward rejects one that was set after.
     """
     for setter, made, name in (
         ("set_custom_all_gather", DefaultAllGather, "all-gathers"),
@@ -235,7 +235,11 @@ def test_models_share_groups_with_the_first_groups_timeout(ranks_per_node, axes)
 
 
 class Balanced(torch.autograd.Function):
-    """Subtract the mean over all ranks, by all-reduces of the default process group in forward and backward."""
+    """Subtract the mean over all ranks, by all-reduces of the default process group in forward and backward.
+
+    Each rank delays its backward at random. If ZeRO++ used the default group as well, ranks would thus call these
+    all-reduces and ZeRO++'s collectives in different orders.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

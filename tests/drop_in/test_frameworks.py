@@ -35,7 +35,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[[], Ranks]]:
-    """Yield a function that returns two worker processes, new ones if a test has ended those before.
+    """Yield a function that returns two worker processes. It starts new ones if a failed test has killed the last ones.
 
     The processes end after the last test of this module, because imported frameworks take much memory.
     """

@@ -211,7 +211,7 @@ class World:
         return any(entry["base"] == group.version for entry in group.published.values())
 
     def go(self, times: int) -> None:
-        """Let each group of elastic DiLoCo fetch messages and take one action, `times` times, each 0.5 s later."""
+        """Let each group fetch messages and take one action, and let 0.5 s pass. Do this `times` times."""
         for _ in range(times):
             for index in list(self.groups):
                 self.fetch(index, 0)

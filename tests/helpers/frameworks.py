@@ -106,7 +106,7 @@ class Scenario:
     def begin(self, training: Training) -> None:
         """Act before the first step, after the optimizer was created.
 
-        Frameworks call `megazpp.zeropp` after this method, except torchtitan, which calls it before.
+        The loops below call `megazpp.zeropp` after this method, except `torchtitan_loop`, which calls `zeropp` before.
         """
 
     def before_step(self, training: Training, step: int) -> None: ...

@@ -1,6 +1,7 @@
 """Choose the test cases of the three tiers: the default tier, the slow tier and the nightly tier.
 
-The default tier gets as few cases of a grid as contain every pair of values of two settings.
+Of a grid of settings, the default tier gets a small number of cases, which contain each pair of values of any two
+settings.
 """
 
 import itertools

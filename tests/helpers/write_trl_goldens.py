@@ -5,8 +5,8 @@
 
 The trainers' own code runs, in fp64 unless it casts, on an uninitialized trainer whose model returns fixed logits. The
 results are JSON files in tests/post_training/, which test_losses.py and test_trl_defaults.py compare with this
-project. TRL 1.12 was the last version with PPO, so trl_1.12.0.json does not change any more; commit 8ef29203 has the
-program that wrote it. This file is longer than others because all cases share code.
+project. TRL 1.12 is the last version with PPO. Its file trl_1.12.0.json is never written again; commit 8ef29203 has the
+version of this program that wrote it. This file is longer than others because all cases share code.
 
 Letters: B rows, P tokens of a prompt, C tokens of a completion, V tokens in the vocabulary.
 """

@@ -179,7 +179,8 @@ def test_replica_group_bytes_are_two_4_bit_hops_averaged_over_steps():
     own, rarer = estimate(run, FOUR_NODES), estimate(rarely, FOUR_NODES)
     # elements of the whole model: bytes of a rank's fp32 parameters / 4 bytes, times the 4 ranks of a replica group
     parameters = own.memory[Memory.PARAMETERS] / 4 * 4
-    # two hops of 4-bit values with scales per block of 128; (2 - 1) / 2 of the message leaves a group of two nodes
+    # Two hops of 4-bit values with scales per block of 128. In each hop a group sends (2 - 1) / 2 of its message to the
+    # other one of the two groups. The two nodes of a group share these bytes.
     per_node = 2 * (0.5 + 2 / 128) * parameters * (2 - 1) / 2 / 2
     # The tolerance is for one-dimensional parameters, which are sent exactly, without quantization.
     assert own.node_replica_group_bytes == pytest.approx(per_node, rel=0.05)

@@ -1,9 +1,9 @@
 """Compare the planner with published measurements. The errors are recorded, so a change of them fails a test.
 
 The calibration (fractions of data-sheet rates) is fitted to the rows in FITTED, and for H100 of 500 W to the run inside
-one node.
-Nothing is fitted to the other rows. Some of them were in view when formulas were chosen: the ZeRO++ rows for the path
-to shared adapters, and the SDP4Bit rows for its use in other nodes and for Megatron-LM's attention.
+one node. Nothing is fitted to the other rows. But some of them were known when formulas were chosen: the ZeRO++ rows
+for the path from ranks to shared network adapters, and the SDP4Bit rows for the rule which nodes have such a path
+(`shares_adapters`), and for Megatron-LM's attention.
 
     ZeRO++      arXiv 2306.10209, figures 9 and 10, and the DeepSpeed project's article: 384 V100 in 24 DGX-2, fp16, no
                 gradient accumulation; TFLOP/s per GPU of ZeRO-3 and ZeRO++, as the charts print them
@@ -26,8 +26,7 @@ their next use.
 
 SDP4Bit: eight adapters of 400 Gbit/s per H800 node (only their product with the network's share matters); A100 with 40
 GB; the scheme as two hops with 4-bit weights, once per step. The scripts set neither flash attention nor overlap with
-compute, and recompute the core attention. The planner models flash attention, so MegatronCosts replaces
-it.
+compute, and recompute the core attention. The planner models flash attention, so MegatronCosts replaces this model.
 
 torchtitan: "selective" recomputation of every second layer or matrix is modeled as half of the layers.
 """
@@ -59,7 +58,7 @@ H100 = Device("H100 96GB HBM2e", 989.0, 103.0, 2400.0, calibration="h100_500w")
 class DeepSpeedCosts(ClusterCosts):
     """Costs of a program like DeepSpeed, which gathers weights `gathers` times as often as FSDP2.
 
-    This holds for gathers inside a node and over all ranks.
+    This holds for gathers inside a node and over all ranks. Gathers of ZeRO++'s cross hop count once.
     """
 
     gathers = 1.0

@@ -92,10 +92,11 @@ def in_order(told: Mock) -> tuple[list[str], dict[str, list[Any]]]:
 
 
 def count(case: Case) -> tuple[TrafficTable, Any, TrafficTable]:
-    """Train two steps; return the traffic of the second step, and the order of its tasks.
+    """Train two steps, and return this rank's communication in the second step and in a synchronization after it.
 
-    The order is of the tasks in the communication queues. The third result is the traffic of a DiLoCo synchronization
-    after the step.
+    Returns:
+        (traffic of the second step; its tasks and collectives in order, as `in_order` returns them; traffic of the
+        DiLoCo synchronization, {} without DiLoCo).
     """
     step, dims = build_step(case)
     diloco = build_diloco(case, step, dims)

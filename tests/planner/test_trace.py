@@ -87,7 +87,7 @@ def test_column_layer_keeps_a_slice_but_the_whole_input_with_float8():
 
 
 def test_rmsnorm_keeps_its_input_and_one_scale_per_row():
-    """Compare what LayerNorm and RMSNorm save for backward:
+    """Compare what LayerNorm and RMSNorm save for backward.
 
     LayerNorm's kernel saves one more fp32 number per row, the mean.
     """
@@ -172,7 +172,7 @@ RECOMPUTED = {
 def test_layers_and_head_traced_apart_equal_a_trace_of_both_together(config, changes, monkeypatch):
     """Compare layers and head that are traced apart with a trace of two layers and the head together.
 
-    The latter uses no cache of operations' shapes.
+    The trace of both together uses no cache of operations' shapes.
     """
     inputs = INPUTS._replace(**changes)
     apart = trace_model(config, inputs).segments
