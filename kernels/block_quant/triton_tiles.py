@@ -30,7 +30,7 @@ import triton.language as tl
 TILE_ELEMENTS = 4096
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-STRIP = tl.constexpr(1024)  # unquantized elements that a program copies at once, 16 bytes per thread
+STRIP = tl.constexpr(1024)  # unquantized elements that a program copies at once: in 16 bits, 16 bytes per thread
 _TILE = tl.constexpr(TILE_ELEMENTS)
 _UNROLL = tl.constexpr(4)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: x + _MAGIC has x rounded to an integer in the low bits of its mantissa

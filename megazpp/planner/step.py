@@ -156,6 +156,7 @@ class StepSimulator:
         )
         dense, experts = ([self._axes[name] for name in names] for names in (HOP_AXES, expert_axes(layout)))
         contexts = {False: self._context, True: self._context.over(*experts)}
+        # A group has the units that are in use at the same time: the unit of a layer, and then the unit of its experts.
         self.units, self._groups = list[SimulatedUnit](), list[list[SimulatedUnit]]()
         for parameters, frozen, expert in zip(self.trace.units, self.trace.frozen, self.trace.experts, strict=True):
             _, local, shard = experts if expert else dense

@@ -143,7 +143,7 @@ def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> Ru
     """Return the flags of a run with another micro-batch size, and a global batch size as near as possible to its own.
 
     The global batch size is a multiple of the micro-batch size times the number of data ranks. If the run's global
-    batch has fewer samples per data rank than `micro_batch_size`, the micro-batch gets this number of samples.
+    batch has fewer than `micro_batch_size` samples per data rank, the micro-batch has all samples of its data rank.
     """
     batches, data = config.batches, cluster.world_size // _ranks_of_a_sample(config)
     total = batches.global_batch_size or micro_batch_size * data

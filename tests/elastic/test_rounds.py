@@ -42,9 +42,11 @@ class Group:
         self.packed: list[set[str]] = [set() for _ in range(RULES.ranks)]
         self.start = version, version_id
         self.connected = [False] * RULES.ranks
+        # ids of the contributions whose messages each rank has
         self.have: list[set[str]] = [set() for _ in range(RULES.ranks)]
         self.version, self.id, self.joined = version, version_id, False
         self.published: dict[str, dict[str, Any]] = {}
+        # steps of the current interval, and the numbers of cells asked for, of cells received, and of contributions
         self.steps, self.wants, self.granted, self.numbers = 0, 0, 0, 0
         self.cell: list[int] | None = None
         self.cells: list[list[int]] = []

@@ -74,7 +74,7 @@ def tree_seconds() -> float:
     for process in (me, *me.children(recursive=True)):
         try:
             times = process.cpu_times()
-        # the process has just ended, so its parent counts its seconds among those of its children
+        # the process has just ended, so the `children_user` and `children_system` of its parent have its seconds
         except psutil.NoSuchProcess:
             continue
         total += times.user + times.system + times.children_user + times.children_system

@@ -99,7 +99,8 @@ def serve(file: str, *modules: str) -> None:
     gc.disable()
     for name in modules:
         __import__(name)
-    # A launcher forks its workers only if it has no more threads than at the end of these imports
+    # Start this thread after the imports: megazpp/parallel/forks.py counts the threads when it is imported, and a
+    # launcher forks its workers only if it has as many threads
     threading.Thread(target=end_with_tests, daemon=True).start()
     # garbage collection in a fork then skips these objects, so the fork shares their memory pages with the server
     gc.freeze()

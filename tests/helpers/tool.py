@@ -49,8 +49,8 @@ def _run_on_rank(tool: str, flags: list[str], key: str, cwd: Path) -> tuple[int,
         for name in LAUNCHER_VARIABLES:
             patch.delenv(name, raising=False)
         patch.setattr(sys, "argv", [f"{tool}.py", *flags])  # error messages quote the flags from here
-        # A tool that chooses the number of ranks itself calls this function a second time, with --nproc set. Only then
-        # is this rank one of its started workers
+        # A tool that chooses the number of ranks itself calls `detect_rank_info` a second time, with --nproc set. Only
+        # then is this rank one of the tool's started workers
         patch.setattr(
             on_checkpoint,
             "detect_rank_info",

@@ -63,7 +63,7 @@ def expected_bytes(size: int, needed: list[int]) -> int:
     """Return the expected bytes of the next inter-node message with a shard of `size` elements.
 
     The first message is a keyframe. The next two are weight deltas with room for a change of every element. Later
-    messages have room for the previous delta, an eighth more, and the growth from the delta before.
+    messages have room for the previous delta and its growth from the delta before, an eighth more, and 512 bytes.
 
     Args:
         size: number of elements of the shard.

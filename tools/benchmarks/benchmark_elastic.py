@@ -186,7 +186,7 @@ def measure_kills(out: Path) -> str:
             moment = float(killed.read_text())
             versions = len(run.commits())
             run.wait_for_version(versions + 3)
-            # The wait is by how much the first two intervals after the kill exceed the usual interval.
+            # The wait is the longer of the first two intervals after the kill, minus the usual interval.
             first = next(n for n, commit in enumerate(run.commits()) if commit["time"] > moment)
             intervals = run.intervals()
             usual = statistics.median(intervals[joined : first - 1] or intervals[joined - 3 : joined])
