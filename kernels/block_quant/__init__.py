@@ -38,7 +38,8 @@ TRITON = triton_module(__name__)
 
 __all__ = ["Feedback", "backend", "pack", "range_table", "rescale_", "unpack", "unpack_onto", "unpack_sum"]
 
-MESSAGE_ALIGNMENT = 4  # messages start at multiples of the bytes of fp32, the widest dtype that is sent unquantized
+# Messages start at multiples of this many bytes, the size of fp32, which is the widest dtype that is sent unquantized.
+MESSAGE_ALIGNMENT = 4
 DATA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

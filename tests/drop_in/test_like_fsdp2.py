@@ -889,8 +889,8 @@ def bytes_of_steps(order: tuple[int, ...]) -> tuple[int, int]:
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_unused_block_sends_nothing_and_flags_take_16_bytes(world_size):
     whole, without = (ranks(world_size).run(bytes_of_steps, order)[0] for order in ((0, 1, 2), (0, 2)))
-    # A rank has these rows of a block, with elements of four bytes: of up [7, 10] and its bias, down [10, 7], scale [1,
-    # 10]
+    # Number of rows that a rank has of each parameter of a block: up [7, 10] and its bias [7], down [10, 7], and scale
+    # [1, 10], which has one row. An element takes four bytes
     up, down, local = -(-7 // world_size), -(-10 // world_size), world_size // 2
     message = -(-4 * (up * 10 + up + down * 7 + 10) // 16) * 16
     weights, gradients = message, message + 16

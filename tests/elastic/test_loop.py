@@ -35,7 +35,7 @@ def test_wait_for_samples_is_no_time_of_a_step():
     ("writers", "done", "saved", "must_save"),
     [
         (["b"], True, [5], True),  # group b has died in the run's last save
-        (["b"], True, [5, 9], False),
+        (["b"], True, [5, 9], False),  # the last version, with 18 steps of two groups, is saved as iteration 9
         (["b"], False, [5], False),  # group b has saved this version, or will save a later one
         (["a"], True, [5], False),  # this group has saved
         (None, True, [], False),  # nothing was trained since the loaded checkpoint

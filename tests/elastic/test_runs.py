@@ -240,7 +240,8 @@ def test_stopped_group_is_not_waited_for_and_its_return_is_refused(new_site):
 def test_all_groups_start_again_from_the_newest_checkpoint(tmp_path, new_site):
     folder = str(tmp_path / "saved")
     flags = ("--train-iters", "80", "--save", folder, "--load", folder, "--save-interval", "20")
-    site = new_site(*flags, outer=OUTER[:2])  # the defaults of the outer optimizer, which its checkpoints state
+    # Without flags, the outer learning rate and momentum depend on the length of the run, so checkpoints record them
+    site = new_site(*flags, outer=OUTER[:2])
     a, b = site.start("a"), site.start("b")
     a.wait_until(lambda: "successfully saved" in a.output() + b.output())
     kill(a)

@@ -45,7 +45,7 @@ class Attempt:
         self.progress, self.losses = TrainingProgress(), LossHistory()
         self.step, self.dims = build_step(case)
         self.diloco = build_diloco(case, self.step, self.dims)
-        self.step.scaler.scale = scale or self.step.scaler.scale  # `scale` None keeps the scaler's initial loss scale
+        self.step.scaler.scale = scale or self.step.scaler.scale
         model, sharding, optimizer = self.step.model, self.step.sharding, self.step.optimizer
         values = RunValues(optimizer, self.step.scaler, self.losses)
         parts = training_parts(model, sharding, optimizer, self.dims, values, seed=case.seed)

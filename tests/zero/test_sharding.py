@@ -133,7 +133,7 @@ def test_quantized_gradients_leave_frozen_parameters_alone_and_move_the_others_a
     assert sum(not p.requires_grad for p in start.values()) == 3 + 6
     for weights in ranks(4).run(train, zero, 3):
         for name, weight in weights.items():
-            # distance that the exact training moved the weights; 0 for a frozen parameter
+            # distance by which the exact training has moved the weights; 0 for a frozen parameter
             way = (expected[name] - start[name]).norm()
             assert (weight - expected[name]).norm() <= 0.15 * way, name
 

@@ -127,8 +127,8 @@ def hops_of_a_forward(case: Case) -> str:
 def test_use_launches_its_hops_then_two_others_and_keeps_cross_queue_busy(zero):
     """After a step, each use launches only a few cross hops, so that the GPU need not wait for all launches."""
     case = Case(nodes=2, zero=zero, model=dataclasses.replace(LLAMA_STYLE, num_layers=4), precision=BF16)
-    # Each of the 6 units has one cross hop. The first use of a unit submits its own; each use then starts the cross
-    # hops of two later units.
+    # Each of the 6 units has one cross hop. The first use submits the cross hop of its own unit. Each use then starts
+    # the cross hops of two later units.
     assert ranks(4).run(hops_of_a_forward, case) == ["c" + "lcc" * 2 + "lc" + "l" * 3] * 4
 
 

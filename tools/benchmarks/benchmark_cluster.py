@@ -47,8 +47,8 @@ from megazpp.topology.cluster import Cluster
 
 RANKS = Path(__file__).resolve().parent / "benchmark_cluster_ranks.py"
 POLL_SECONDS = 0.05
-# Untimed first steps of each variant, which open connections and allocate states. Only from the third lossless delta on
-# does a delta's message have the size that its content needs.
+# Untimed first steps of each variant, which open connections and allocate states. With lossless deltas, the first
+# message has whole weights, and the next two have room for a change of every weight. Later messages have normal sizes.
 WARM_UP_STEPS = 4
 RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
 LOCAL, BASELINE = "local", "zero3"
