@@ -36,9 +36,9 @@ class _Plan(Structure):
 
 
 class NativePlanner:
-    """Chooses the dataset of each sample of a blend in C, for the next samples at each call of `plan`.
+    """Planner of a blend in C: each call of `plan` chooses the datasets of the next samples.
 
-    It requires that `library()` has loaded the compiled C code.
+    `library()` must have loaded the compiled C code.
 
     Args:
         shares: [D] fraction of the blend's samples that each dataset provides, with sum 1.

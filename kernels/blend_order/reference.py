@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class PythonPlanner:
-    """Chooses the dataset of each sample of a blend in Python, for the next samples at each call of `plan`.
+    """Planner of a blend in Python: each call of `plan` chooses the datasets of the next samples.
 
     Args:
         shares: [D] fraction of the blend's samples that each dataset provides, with sum 1.

@@ -284,7 +284,8 @@ def test_collectives_of_the_program_on_the_default_group_do_not_collide():
 def two_meshes() -> None:
     """Train two models whose device meshes compare equal, but have different process groups.
 
-    torch may give the parameters of the second model the first model's mesh. ZeRO++ must use the second one's groups.
+    torch may give the parameters of the second model the first model's mesh. ZeRO++ must use the process
+    groups of the second model's own mesh.
     """
     for seed in range(2):
         mesh = DeviceMesh.from_group(dist.new_group(range(2)), "cpu")
@@ -501,7 +502,7 @@ def test_optimizer_of_the_unwrapped_model_is_rejected():
 
 
 def pass_own_settings() -> None:
-    """Pass other settings on rank 1 than on rank 0, and check that both name the difference and do not wait."""
+    """Pass other settings on rank 1 than on rank 0; both ranks must raise an error that names the difference."""
     first = dist.get_rank() == 0
     cases: list[tuple[str, dict[str, Any]]] = [
         ("ranks_per_node is 1 and None", {"ranks_per_node": 1 if first else None}),

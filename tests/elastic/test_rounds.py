@@ -504,7 +504,7 @@ def test_flags_of_groups_that_have_left_before_the_first_commit_do_not_bind():
     right.wants = 1
     world.wait(1)
     for rounds in (world.rounds, Rounds(world.journal)):
-        assert rounds.groups["g1"].leases == [[0, 0, 0, 2]]  # an interval of two steps, and all samples are free
+        assert rounds.groups["g1"].leases == [[0, 0, 0, 2]]  # the new flags' two steps, from the first sample
         assert not rounds.pool
 
 

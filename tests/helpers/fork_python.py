@@ -2,8 +2,8 @@
 
 The fork has the caller's arguments, working directory, environment, open files, blocked signals and namespaces.
 Programs that it starts by `sys.executable` are forks too. The small client process that the caller has started passes
-signals on to the fork, and ends with its exit code or signal. Only the client is in the caller's session and process
-group, and the fork is no descendant of the client.
+signals on to the fork, and ends with the fork's exit code or signal. Only the client is in the caller's session and
+process group, and the fork is no descendant of the client.
 
     command: python tools/x.py --flag     (a small client, below)
         connects and sends its files   --> server: forks; the child becomes the program

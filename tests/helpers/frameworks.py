@@ -10,7 +10,7 @@ Two cases are not covered:
   weights of equal shape. In "layer drop by rank" all ranks call all layers instead.
 - A discarded first micro-batch in accelerate, the Trainer or TRL. These frameworks accumulate with
   `set_requires_gradient_sync`, so FSDP2 keeps the gradients over `zero_grad`. The scenario "discarded batch" checks
-  that ZeRO++ keeps them as well, and discards the gradients of a whole step.
+  that ZeRO++ keeps them as well. It also discards the gradients of a whole step.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Test the process groups of the mesh axes: ranks have the axes' order, and any order gives the same training."""
+"""Test the process groups of mesh axes: a group has the rank order of its axis, and any order trains alike."""
 
 import dataclasses
 import itertools

@@ -43,7 +43,7 @@ def outcome(here: Hosts) -> str:
     """Connect to the launchers of the other hosts and end the job.
 
     Returns:
-        The error as the launcher would print it, or "".
+        The error as the launcher would print it; "" without an error.
     """
     try:
         here.gather()

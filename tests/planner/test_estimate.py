@@ -1,4 +1,4 @@
-"""Test the estimate of a run: bytes per node, times, and the run's other schemes.
+"""Test the estimate of a run: bytes per node and times, also those of the run with other schemes.
 
 The times are estimated with and without a described device.
 """

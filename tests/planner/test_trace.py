@@ -76,8 +76,8 @@ def test_selective_recomputation_adds_no_products_and_keeps_less():
 def test_column_layer_keeps_a_slice_but_the_whole_input_with_float8():
     """Compare the memory that a layer saves for backward with the formula of Korthikanti et al. 2022.
 
-    With T = 8 tensor-parallel ranks it is a little over 34 / 8 bytes per token and channel. With float8,
-    column-parallel layers save their unsharded input.
+    With 8 tensor-parallel ranks, the formula gives 34 / 8 bytes per token and channel. With float8, column-parallel
+    layers save their unsharded input.
     """
     config = dataclasses.replace(GPT2_STYLE, hidden_size=512, num_attention_heads=8, ffn_hidden_size=None)
     for changes, most in (({}, 4.5), ({"recompute_granularity": "selective"}, 3.0), ({"fp8_format": "hybrid"}, 8.0)):

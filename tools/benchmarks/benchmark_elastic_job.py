@@ -155,8 +155,8 @@ class Kill:
     def _reach(self, owner: Any, *args: Any) -> None:
         """Kill the job at its point of a round, unless the job has reached the point too early.
 
-        Too early are the first UNDISTURBED rounds, steps before the middle of the interval for the kill in its middle,
-        and messages outside of a round, such as those for a group that joins.
+        Too early are the first UNDISTURBED rounds; for the point "in the middle of the interval", also the steps before
+        this middle; and for points of sending, also messages outside of a round, such as those for a group that joins.
         """
         if self._rounds < UNDISTURBED or (self._method in ("_serve", "send_data") and not self._in_round):
             return

@@ -11,8 +11,8 @@ iproute2 (`ip`, `tc`).
                                      bridge
     node 1 [lo, eth0] ==tbf== node1 /
 
-A process for each namespace keeps it alive. The kernel kills these processes and all ranks when this program ends, so
-nothing is left behind, even after `kill -9`.
+Each namespace has a process that keeps it alive. The kernel kills these processes and all ranks when this program ends,
+so nothing is left behind, even after `kill -9`.
 """
 
 from __future__ import annotations
