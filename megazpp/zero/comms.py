@@ -1,6 +1,7 @@
 """Axes, queues and formats that the collectives of all sharding units share, and the schedules of ZeRO++'s hops.
 
-Slow hops run once per optimizer step, fast hops once per use of a unit:
+Cross-node hops, which are slow, run once per optimizer step. Intra-node hops run in every use of a unit's weights and
+in every micro-batch of gradients:
 
     weights    first use after a change:   the unit's own hops, then other units' cross-node hops in the order of use,
                                            during the forward (for weight deltas also without overlap, and for
@@ -14,9 +15,9 @@ Slow hops run once per optimizer step, fast hops once per use of a unit:
 Hops run in communication queues (parallel/comm_queue.py), one per axis: cross-node hops on the axis `cross`, intra-node
 hops on `local`. So the collectives of each process group have the same order on every rank.
 
-At most the following tensors are in flight: the gradients of `UNITS_IN_FLIGHT` units before their intra-node hop, the
-partial sums of every unit before its cross-node hop, and the received weights of one unit. Results are bit-identical
-with and without overlap.
+Overlap keeps at most the following tensors alive: the gradients of `UNITS_IN_FLIGHT` units before their intra-node
+hop, the partial sums of every unit before its cross-node hop, and the received weights of one unit. Results are
+bit-identical with and without overlap.
 
 On CUDA, memory that one stream allocates and another stream uses must not be reused too early. The table names the
 streams and gives the reason why each buffer is safe:
@@ -69,8 +70,8 @@ except ImportError as error:  # pragma: no cover
         "2.11 to 2.15"
     ) from error
 
-UNITS_IN_FLIGHT = 2  # number of units whose gradients may wait for their intra-node hop at the same time
-CROSS_HOPS_PER_USE = 2  # number of other units' cross-node hops that one use of a unit starts on CUDA
+UNITS_IN_FLIGHT = 2  # largest number of units whose gradients wait for their intra-node hop at the same time (CPU)
+CROSS_HOPS_PER_USE = 2  # largest number of other units' cross-node hops that one use of a unit starts on CUDA
 
 
 class CommContext:
@@ -237,8 +238,8 @@ class ReduceSchedule:
         self.overlap, self._blocks_host = overlap, blocks_host
         self._sending: deque[Work[Any]] = deque()
         self._finishing: list[tuple[Work[Any], Callable[[], None]]] = []
-        # Function that returns None unless a backward runs that has reductions in flight, so that `end_backward` is
-        # registered once per backward. During such a backward it is the result of `at_end_of_backward`.
+        # During a backward for which `end_backward` is registered: the weak reference that `at_end_of_backward` has
+        # returned. If calling it returns None, no such backward runs, and `finish_later` must register `end_backward`.
         self._running: Callable[[], object] = _nothing
 
     def sent(self, work: Work[Any]) -> None:
@@ -267,7 +268,7 @@ class ReduceSchedule:
         for work, finish in finishing:
             work.wait()
             finish()
-        self._sending.clear()  # these tasks are finished, but would keep the partial sums of their units in memory
+        self._sending.clear()  # drop the finished tasks, which would keep the partial sums of their units in memory
 
 
 def in_backward() -> bool:

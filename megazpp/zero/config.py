@@ -53,8 +53,8 @@ class ZeroConfig(Config):
         optimizer_cpu_offload: keep fp32 weights, moments and the gradients of a step in host memory (16 bytes per
             parameter); the optimizer updates them on the device, one sharding unit after the other, with identical
             results.
-        zero_offload_partial_sums: also keep the gradients that wait for the cross-node hop in host memory, instead of 4
-            bytes per parameter and rank of a node on the device.
+        zero_offload_partial_sums: also keep the gradients that wait for the cross-node hop in host memory; on the
+            device they would take 4 bytes per parameter, divided among the ranks of a node.
         overlap_param_gather: overlap the gathers of weights with the forward and the backward (default: on with
             --zeropp).
         overlap_grad_reduce: overlap the reduction of gradients with the rest of the backward (default: on with

@@ -77,9 +77,10 @@ class Pending(dist.Work):
 
 
 class CountedGather(DefaultAllocMixin, AllGather):
-    """The all-gather of a unit's weights in one hop over the shard axis, like FSDP2's own; its bytes are counted.
+    """The all-gather of a unit's weights in one hop over the shard axis, like FSDP2's own.
 
-    It gathers this rank's flat shard of n elements to the unit's parameters [W n]; W: ranks of the shard axis.
+    The traffic counter counts the bytes that this all-gather sends. It gathers the flat shards of the W ranks of the
+    shard axis, n elements each, to a tensor [W n].
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
@@ -173,7 +174,8 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def drop(self) -> None:
         """Forget which of the unit's weights were sent, so that the next use sends whole weights, not deltas, to nodes.
 
-        Other code than the optimizer has changed the weights, for example by loading a checkpoint.
+        Call this method on all ranks after code other than the optimizer has changed the weights, for example by
+        loading a checkpoint.
         """
         self._made_from = self._received = self._after_step = None
 
@@ -218,7 +220,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         """Gather the unit's parameters; FSDP2 calls this object as its all-gather.
 
         Args:
-            output_tensor: [N L S] tensor for the gathered flat shards, S elements from each of L ranks on N nodes.
+            output_tensor: [N L S] tensor for the gathered flat shards, S elements from each of the L ranks of N nodes.
             input_tensor: [S] flat shard of this rank.
             group: FSDP2's process group, which is not used.
             async_op: ignored.
@@ -298,13 +300,15 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def start_early(self, since: Moment) -> bool:
         """Start the cross-node hop, the all-gather between nodes, before the unit's next use.
 
-        The hop starts only if the weights have changed and the unit is sharded. With weight deltas it starts for every
-        unit, used or not, with or without overlap. So the resident weights, to which weight deltas are added, depend
-        only on the optimizer's steps, not on which units a forward has used between two steps.
+        The hop starts only if the weights have changed and the unit is sharded. Without weight deltas there are two
+        more conditions: overlap is on, and FSDP2 has gathered the unit since its last cross-node hop. With weight
+        deltas the hop starts for every unit, used or not, with or without overlap. So the resident weights, to which
+        weight deltas are added, depend only on the optimizer's steps, not on which units a forward has used between
+        two steps.
 
         Args:
-            since: CUDA event after the last optimizer step, for which the hop waits. If the weights were written to
-                after that step, the hop waits for all work on the current stream instead.
+            since: CUDA event, recorded after the last optimizer step, for which the hop waits. If the weights were
+                written to after that step, the hop waits for all work on the current stream instead.
         Returns:
             True if a cross-node hop was started.
         """

@@ -76,8 +76,8 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             self.begin()
         self._fsdp2_post_backward(*given)
         if self._waits:
-            # FSDP2 has set `.grad` to the output, which is zeros because the gradients wait as partial sums (or a host
-            # buffer with --optimizer-cpu-offload). With `.grad` None instead, FSDP2 does not add the next output to it.
+            # FSDP2 has set `.grad` to its output tensor. The output is zeros, because the gradients wait as partial
+            # sums, or with --optimizer-cpu-offload a host buffer. FSDP2 would add the next output to this `.grad`.
             self.unit.clear_gradients(self.reduced)
 
     def begin_micro_batch(self, *, last: bool) -> None:
@@ -137,11 +137,11 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         """Sum `gradients` over W ranks into `output`, or start to do so if reductions overlap; see `__call__`.
 
         Args:
-            output: [n] this rank's shard of the sum, n elements.
-            gradients: [W n] unreduced gradients of this rank.
+            gradients: [W n] unreduced gradients of this rank, n elements for each of the W data ranks.
+            output: [n] tensor for this rank's shard of the sum.
         """
-        # ---- start the reduction. If it may still run when FSDP2 reads `output`, FSDP2 finds zeros there, and the
-        # result is a separate tensor
+        # ---- start the reduction. If the reduction may still run when FSDP2 reads `output`, the result is a separate
+        # tensor, and FSDP2 reads zeros
         overlap, result = self._schedule.overlap, output
         fills = overlap and self.fills(output)
         late = overlap and not fills
@@ -164,9 +164,10 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             self._finish_later(work, result)
 
     def fills(self, output: torch.Tensor) -> bool:
-        """Return True if FSDP2 makes `.grad` a view of `output`, so the reduction may fill it until the backward ends.
+        """Return True if FSDP2 will make `.grad` a view of `output`.
 
-        Otherwise FSDP2 reads `output` at once, to cast it to fp32 or to add it to an existing `.grad`.
+        The reduction may then fill `output` until the backward ends. Otherwise FSDP2 reads `output` at once, to cast it
+        to fp32 or to add it to an existing `.grad`.
         """
         return output.dtype == torch.float32 and not self.unit.has_gradients(self.reduced)
 

@@ -37,10 +37,10 @@ from megazpp.zero.wire import LosslessCodec
 
 
 class WeightHandle(Protocol):
-    """The interface through which an evaluation keeps a model's gathered weights, and frees them at its end.
+    """The interface through which an evaluation keeps a model's gathered weights, and frees them when it ends.
 
-    `Sharding` implements this interface for trained models, and the handle to a frozen model, such as a reference
-    model, implements it too.
+    `Sharding` implements this interface for trained models. The handle to a frozen model, such as a reference model,
+    implements it too.
     """
 
     keeps_gathered: bool  # True if only the first forward inside `keep_unsharded` needs communication
@@ -51,10 +51,10 @@ class WeightHandle(Protocol):
 
 
 class DeviceStates:
-    """The memory that holds fp32 weights, moments and gradients: here the device, as FSDP2 does by default.
+    """The memory that holds fp32 weights, moments and gradients: for this class the device's memory, as in FSDP2.
 
-    An optional feature may choose other memory with a subclass, which `Feature.states` returns (run/feature.py).
-    --optimizer-cpu-offload chooses host memory.
+    An optional feature may choose other memory by a subclass, which `Feature.states` returns (run/feature.py). The
+    feature --optimizer-cpu-offload chooses host memory.
 
     Attributes:
         unit: class of the sharding units.
@@ -447,7 +447,8 @@ def axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis
     """Return the axes cross, local and shard that the collectives of the plan `wire` use.
 
     If no collective runs in two hops, the axis `shard` replaces all three. Access to the other two axes would create
-    process groups that nothing uses.
+    process groups that nothing uses. If only one of gather and reduction runs in two hops, the other one runs in one
+    hop along `ParallelDims.own_shard`.
     """
     shard = dims.shard if wire.gather and wire.reduce else dims.own_shard
     return (dims.cross, dims.local, shard) if wire.gather or wire.reduce else (shard, shard, shard)

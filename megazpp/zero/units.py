@@ -166,7 +166,7 @@ class Unit:
     def segments_of(self, indices: Sequence[int]) -> tuple[Segment, ...]:
         """Return the segments of a flat shard that holds only the unit's parameters with these indices.
 
-        FSDP2 makes such a flat shard of gradients if a backward computes them for only some parameters of the unit.
+        FSDP2 makes such a flat shard if a backward computes gradients for only some parameters of the unit.
         """
         if (key := tuple(indices)) not in self._known_segments:
             found: list[Segment] = []
@@ -225,9 +225,9 @@ class Unit:
     def fill_gradients(self, indices: Collection[int]) -> None:
         """Give a zero gradient to each of the unit's parameters `indices` that has no gradient to reduce.
 
-        FSDP2 then passes the same parameters to the reduce-scatter on all ranks. Parameters that were never gathered
-        or have no elements keep no gradient. torch 2.13 has an option for this (`set_reduce_scatter_unused_params`),
-        torch 2.11 does not.
+        FSDP2 then passes gradients of the same parameters to the reduce-scatter on all ranks. Parameters that were
+        never gathered, or that have no elements, get no zero gradient. torch 2.13 and newer have an option to fill in
+        zeros (`set_reduce_scatter_unused_params`), torch 2.11 does not.
         """
         parameters = self._group.fsdp_params
         missing = [parameters[index] for index in indices if not _has_gradient(parameters[index])]
@@ -367,7 +367,7 @@ def _parameters(
     Args:
         root: module that `fully_shard` has wrapped, or one of its descendants in the recursion.
         names: name in the model of each module.
-        seen: modules and parameters of the unit that were visited before; this function adds to the set.
+        seen: modules and parameters of the unit that were visited before; this function adds those that it visits.
         data_dims: number of leading dims of the parameters' mesh that belong to FSDP2.
     """
     for child in root.children():

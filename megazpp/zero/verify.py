@@ -1,10 +1,11 @@
 """The check for silent data corruption of --zero-verify-interval: it compares the gathered weights of all ranks.
 
 All ranks with the same tensor-parallel index gather the same weights, bit for bit. With quantization the weights are
-equal too, because these ranks unpack the same messages. So between a backward and the optimizer's update, each rank
-gathers the weights of that backward once more. With hpZ they come from the secondary partition. Each rank reads the
-bits of every shard of every unit as integers and adds them up. Unequal sums show the unit, the shard and the ranks. Any
-single wrong integer is detected; several errors could cancel each other.
+equal too, because these ranks unpack the same messages. The check runs between a backward and the optimizer's update.
+Each rank gathers the weights of that backward once more, with hpZ from the secondary partition. Then it reads the bits
+of every gathered shard of every unit as integers, and adds the integers of a shard up. If ranks have unequal sums of a
+shard, the check reports the unit, the shard and the ranks. It detects any single wrong integer; several errors in a
+shard could cancel each other.
 """
 
 from __future__ import annotations

@@ -8,16 +8,17 @@ flat shard is sent as one message of bytes, whose layout is planned once per uni
 
 No quantization block spans two parameters. In a block of half norm gains and half weights, the large gains would lower
 the signal-to-noise ratio of the weights by 25 dB. 1-D parameters are sent exactly. So are parameters whose quantized
-blocks would take no fewer bytes. Because of the padding, every parameter shape and number of ranks is valid, and later
+blocks and scales would take as many bytes as their unquantized elements, or more. Because rows are padded, a segment
+has the same size on all ranks for every parameter shape and number of ranks. So all ranks use one layout, and later
 code has no special cases.
 
     Example: W = 4 ranks, norm [6], weight [6, 100], 8 bits, blocks of 128, exact segments in bf16
         segments    norm: 2 elements (6 rows padded to 8, 2 per rank), weight: 200 elements (2 rows of 100)
         message     payload 2 blocks = 256 B | 2 scales = 4 B, padded to 272 | norm 4 B, padded to 288 B
 
-The codecs are the only callers of the quantization kernels. Shapes: A, B: leading dims that count peers, with any
-strides; S: elements of a flat shard; M: bytes of a message. Each method that packs or unpacks calls one kernel, for any
-number of parameters and peers.
+In ZeRO++ only these codecs call the kernels that quantize and dequantize. Letters in shapes: A, B: leading dims that
+count peers, with any strides; S: elements of a flat shard; M: bytes of a message. Each method that packs or unpacks
+calls one kernel, for any number of parameters and peers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ from megazpp.parallel.comm_queue import HostCopy
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The elements of one parameter in a flat shard, this rank's concatenated shards of a unit's parameters."""
+    """The range of elements in a flat shard that belongs to one parameter.
+
+    A flat shard consists of this rank's shards of all parameters of a sharding unit, one after the other.
+    """
 
     name: str  # name of the parameter in the model
     start: int  # index of the segment's first element in the flat shard
@@ -126,6 +130,8 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 class Codec:
     """The codec that packs the flat shards of one sharding unit into messages, and unpacks received messages.
+
+    A flat shard holds weights for a gather, or gradients for a reduction.
 
     Args:
         layout: byte layout of each message, with the block format of its quantized segments.
@@ -218,8 +224,8 @@ class Codec:
         unpack_sum(messages, self._table, out=out, accumulate=accumulate)
 
 
-# A lossless message has room for the predicted bytes, this fraction more (ROOM), and this many bytes more (SPARE). The
-# fixed number of bytes serves small units, whose sizes vary by a larger fraction.
+# Room of a lossless message beyond the bytes that the last two deltas predict: ROOM is a fraction of these bytes, SPARE
+# a number of bytes. SPARE serves small units, for whose deltas the prediction is off by a larger fraction.
 ROOM, SPARE = 0.125, 512
 
 
@@ -227,9 +233,9 @@ class LosslessCodec:
     """The codec of lossless deltas: it sends the changes of a unit's 16-bit weights bit for bit.
 
     Only the device knows how many bytes a delta takes, but the host must give the message size of the collective. So
-    the host predicts the size: the bytes that the last delta needed, plus their growth since the delta before, plus an
-    eighth and 512 bytes. The first two messages have room for any delta: the first step of a learning rate warm-up
-    changes almost no weights, so its delta predicts nothing.
+    the host predicts the size: the bytes that the last delta needed, plus their growth since the delta before. To this
+    prediction it adds an eighth and 512 bytes. The first two messages have room for any delta: the first step of a
+    learning rate warm-up changes almost no weights, so the size of its delta predicts nothing.
 
     Each message contains the number of bytes that its delta needed, so all ranks of the cross axis make the same
     prediction. The host reads this number one step later, without waiting for the device.
@@ -241,7 +247,7 @@ class LosslessCodec:
         size: number of elements of the unit's flat shard.
     Attributes:
         recent: [2] int64 on the host: bytes that the last delta and the delta before needed, each as the maximum over
-            ranks; 0 if there was no such delta. Checkpoints store this tensor.
+            the ranks of the cross axis; 0 if there was no such delta. Checkpoints store this tensor.
     """
 
     def __init__(self, size: int) -> None:
@@ -292,12 +298,12 @@ class LosslessCodec:
     def read_counters(self) -> int:
         """Wait for the size counters of the last lossless deltas on the host, and record the bytes in `recent`.
 
-        The next message's size is predicted from `recent`. If no counters have arrived since the last call, this method
-        does nothing.
+        The next message's size is predicted from `recent`. If `learn` has not been called since the last call of this
+        method, there are no new counters, and this method does nothing.
 
         Returns:
             The number of changed weights that did not fit into these deltas, the same on all ranks of the cross axis; 0
-            if no counters have arrived.
+            if there are no new counters.
         """
         if self._arriving is None:
             return 0
