@@ -4,9 +4,9 @@ Inside `Handle.accumulate` a backward reduces gradients only inside the node. Th
 node, and `.grad` stays as it was. The first backward outside of `accumulate` adds its own gradients to the partial
 sums, sends them across nodes, and completes `.grad`.
 
-Every node has partial sums of each shard. So if one rank discards its partial sums, or leaves `accumulate` by an
-exception, all ranks must discard theirs. The rank tells the other ranks in the votes of its next forward (writes.py).
-The same votes show whether all ranks run this forward inside `accumulate`, or all outside of it.
+The cross-node hop adds up the partial sums of all nodes. So if one rank discards its partial sums, or leaves
+`accumulate` by an exception, all ranks must discard theirs. The rank informs the other ranks by its vote in the next
+forward (writes.py). The same votes show whether all ranks run this forward inside `accumulate`, or all outside of it.
 """
 
 from __future__ import annotations
@@ -128,11 +128,12 @@ class Accumulation:
                 )
 
     def begin_reduction(self) -> None:
-        """Check, before the reduction of a unit, that it cannot add partial sums of an earlier, abandoned step.
+        """Check, before the reduction of a unit, that it will not add partial sums of an earlier, abandoned step.
 
         Raises:
-            RuntimeError: the program has discarded partial sums after this backward's forward, or an exception has
-                interrupted the backward that was to complete the gradients.
+            RuntimeError: this rank has discarded partial sums between the forward and this backward, so the other ranks
+                do not know of it yet; or an exception has interrupted an earlier backward outside of
+                `Handle.accumulate`, which was to complete the gradients.
         """
         self.settle()
         if self._discarded:
@@ -155,7 +156,8 @@ class Accumulation:
         """Return the name of one parameter whose gradient waits since `Handle.accumulate`; None if no gradient waits.
 
         Args:
-            held: `id`s of the sharded parameters to consider, those of an optimizer; None considers all parameters.
+            held: `id`s of the sharded parameters that an optimizer holds; only these are considered. None considers all
+                parameters.
         """
         for sums in self.sums:
             for index in sums.waiting:

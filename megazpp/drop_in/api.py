@@ -167,7 +167,7 @@ def _install_comms(
         precision: compute and reduction dtypes of the model.
         replaced: parameters of the model before `zeropp` wrapped it; None if the program has wrapped it.
     """
-    # ---- mesh axes; all ranks create their process groups in the same order
+    # ---- create the mesh axes; all ranks create the axes' process groups in the same order
     two_hops, hosts = wire.gather is not None or wire.reduce is not None, list[MeshAxis]()
     if two_hops:
         hosts = dims.host_axes("local", "cross", *(["tp"] if dims.layout.tp > 1 else []))
@@ -207,6 +207,8 @@ class _Installed(NamedTuple):
 
     def check(self, asked: Mapping[str, Any]) -> None:
         """Raise ValueError if a later `zeropp` call for the same model passes other arguments than the first call.
+
+        If only the later call sets `ranks_per_node`, it must equal the number that the first call has discovered.
 
         Args:
             asked: arguments of the later call by name, in the form of the attribute `asked`.
@@ -259,7 +261,8 @@ def _check_arguments(model: object, config: object) -> None:
 def _check_equal_settings(settings: Mapping[str, Any]) -> None:
     """Raise ValueError on all ranks if a rank calls `zeropp` with other settings than rank 0.
 
-    Such ranks would wait for each other for ever. The usual cause is MEGAZPP_RANKS_PER_NODE on some hosts only.
+    Ranks with different settings would wait for each other for ever. The usual cause is that MEGAZPP_RANKS_PER_NODE is
+    set on some hosts only.
     """
     if not dist.is_initialized():
         return  # `zeropp` itself raises the error about the missing process group
@@ -396,7 +399,8 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
 def _check_model(model: nn.Module) -> None:
     """Raise TypeError or ValueError if `zeropp` cannot install ZeRO++ in this model now.
 
-    The reason may be the way in which the model is wrapped, or that a forward or backward is running.
+    The reasons are an earlier `zeropp` call for a part of the model or for a larger model, the way in which the model
+    is wrapped, a model without parameters, and a running forward or backward.
     """
     # ---- ZeRO++ must not be installed already in a submodule of the model, or in a larger model that contains it
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))

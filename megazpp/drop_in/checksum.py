@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 WORD = 8  # bytes of the integers that `mixed_sum` hashes
-# Odd multipliers as int64 for `mixed_sum`: PLACE for the position of a word, MIX from the final mix of MurmurHash3
+# Odd multipliers as int64 for `mixed_sum`: PLACE multiplies the position of a word; MIX has the two multipliers of
+# MurmurHash3's final mix
 PLACE, *MIX = (-0x61C8864680B583EB, -0xAE502812AA7333, -0x3B314601E57A13AD)
 
 

@@ -19,9 +19,11 @@ from megazpp.zero.wire import Codec, Segment
 class MixedCodec(Codec):
     """The codec of a sharding unit whose parameters have several dtypes.
 
-    FSDP2 gathers such a unit as bytes, so the size S of its flat shard counts bytes. A message consists of:
+    FSDP2 gathers such a unit as bytes, so the size S of its flat shard is in bytes. A message consists of one part per
+    dtype, in the order in which the dtypes first occur. All dtypes other than fp32, bf16 and fp16 share one part. For
+    example:
 
-        | message of the fp32 parameters | message of the bf16 parameters | ... | unchanged bytes of all others |
+        | message of the fp32 parameters | message of the bf16 parameters | unchanged bytes of all other parameters |
 
     The parameters in fp32, in bf16 and in fp16 are quantized as if each dtype formed a separate unit.
 
@@ -83,7 +85,7 @@ class MixedCodec(Codec):
         Args:
             shards: [A, B, S] uint8 flat shards of S bytes, for A x B peers.
             messages: [A, B, M] uint8 messages of M bytes, which are overwritten.
-            how: further arguments of `Codec.pack`, which have no effect, because gathers pass none to this codec.
+            how: further arguments of `Codec.pack`. They are ignored: the gathers that use this codec pass none.
         """
         for places, codec, part in self._parts:
             own = torch.cat([shards[..., a:b] for a, b in places], dim=-1)

@@ -18,7 +18,8 @@ from megazpp.topology.layout import Layout
 class GuestAxis(MeshAxis):
     """A mesh axis whose process group the axes of other models may use too.
 
-    A process group may have at most one communication queue, so all axes over one group share its queue.
+    A process group may have at most one communication queue (parallel/comm_queue.py), so all axes over one group share
+    a queue.
     """
 
     @property
@@ -46,7 +47,7 @@ class GuestDims(ParallelDims):
         layout: sizes of the axes and placement of the ranks.
         mesh: the program's mesh, [shard] or [shard, tp], with any dimension names.
         expert_mesh: mesh of experts' parameters, [expert shard, ep]; None if experts use the groups of `mesh`.
-        dense: axes of all other parameters, if this object has the axes of experts' parameters; otherwise None.
+        dense: if this object has the axes of experts' parameters, the axes of all other parameters; otherwise None.
     """
 
     _axis_class = GuestAxis

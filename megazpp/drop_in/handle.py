@@ -89,7 +89,7 @@ class Handle(Sharding):
 
         Raises:
             RuntimeError: the context was entered inside another `accumulate` or inside a backward. If only some ranks
-                are inside the context, all ranks raise this error in a later forward.
+                run a forward inside the context, all ranks raise this error at the end of that forward.
         """
         return self._accumulation.open()
 
@@ -146,8 +146,8 @@ class Handle(Sharding):
         keyframe, held = self._sends_keyframe(), _ids_of(optimizer)
         for gather in self._watched:
             gather.after_step(keyframe=keyframe, held=held)
-        # Error feedback stays valid when the program clears gradients that an optimizer step has used. If no step has
-        # used them, `RestoringReduce` drops their error feedback.
+        # If the program clears gradients that an optimizer step has used, their error feedback stays valid. If it
+        # clears gradients that no step has used, `RestoringReduce` drops their error feedback.
         for reduce in self._restoring:
             indices = range(len(reduce.unit.parameters)) if reduce.kept_errors is not None else ()
             if any(held is None or reduce.unit.shard_id(index) in held for index in indices):
@@ -227,8 +227,8 @@ class Handle(Sharding):
     def _kept_by(self) -> list[Any]:
         """Return a description, in nested lists, of the run to which a saved state of ZeRO++ belongs.
 
-        It has the layout of ranks, and the names, shapes and dtypes of the parameters and of ZeRO++'s tensors. `save`
-        stores the description in its file. `load` uses a file only if its description equals this one.
+        The lists hold the layout of ranks, and names, shapes and dtypes of the parameters and of ZeRO++'s tensors.
+        `save` stores the description in its file. `load` uses a file only if its description equals this one.
         """
         axes = [getattr(self._layout, axis) for axis in ("cross", "local", "tp", "ep")]
         ranks = [self.device.type, *axes, list(self._layout.mesh_ranks())]

@@ -2,8 +2,9 @@
 
 A program may divide gradients (`set_gradient_divide_factor`), clear them, and end a backward by an exception. It may
 also leave parameters without a gradient, on some ranks or on all. If no rank has a gradient of a parameter, plain FSDP2
-leaves its `.grad` None. Messages must have the same layout on all ranks, so `RestoringReduce` sends zeros for a missing
-gradient. A flag per parameter says whether any rank had a gradient. If none had, `.grad` becomes None again.
+leaves the parameter's `.grad` None. Messages must have the same layout on all ranks, so `RestoringReduce` sends zeros
+for a missing gradient. With the gradients it sends one flag per parameter, which says whether the rank had a gradient.
+If no rank had one, `.grad` becomes None again.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ class ProgramReduce(SummingReduce):
     def __init__(self, unit: ProgramUnit, context: ProgramContext) -> None:
         super().__init__(unit, context)
         self._group = context.shard.group
-        # Sum of the reduction that FSDP2 is running for this unit, if it overlaps with the backward. None without such
-        # a reduction, and after `end` has recorded the `.grad`s to which the sum will be added
+        # The gradient sum of the unit that will be added to `.grad` at the end of the backward. It is set while FSDP2's
+        # own `post_backward` runs, until `end` has recorded the `.grad`s to which the sum will be added; otherwise None
         self._late: LateSum | None = None
         self._late_sums = 0  # number of `LateSum`s that were not added to `.grad` yet
 
@@ -162,7 +163,7 @@ class ProgramReduce(SummingReduce):
             self._late = None
 
     def finished(self) -> None:
-        """Do nothing; a subclass sets some `.grad`s to None here, after gradient sums were added to `.grad`."""
+        """Do nothing; `RestoringReduce` sets some `.grad`s to None here, after gradient sums were added to `.grad`."""
 
     def _finish_later(self, work: Work[torch.Tensor], result: torch.Tensor) -> None:
         """Let the end of the backward wait for a reduction, and add its result to the unit's gradients.
@@ -258,7 +259,7 @@ class NodeSums(NamedTuple):
 
 
 class RestoringReduce(ProgramReduce, TwoHopReduce):
-    """The reduce-scatter of a unit's gradients in two hops, in a model that `megazpp.zeropp` has changed.
+    """The reduce-scatter of a unit's gradients in two hops, in a model of `megazpp.zeropp`.
 
     After a backward, `.grad` has the same shards and dtype as in plain FSDP2, and adds up over backwards in the same
     way. Inside `Handle.accumulate`, each node instead keeps partial sums of gradients until the cross-node hop.
@@ -339,7 +340,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
             self.finished()
 
     def finished(self) -> None:
-        """Set `.grad` to None for parameters without a gradient on any rank, once no sum over ranks is in flight."""
+        """Set `.grad` to None for parameters without a gradient on any rank; do nothing while sums are in flight."""
         if not self._late_sums:
             self._unused.restore_none()
 
@@ -491,7 +492,8 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
     def _drop_discarded_errors(self) -> None:
         """Drop the quantization errors of gradients that the program has cleared before an optimizer step used them.
 
-        Scales of zero make the stored errors zero, and the host need not wait for the device.
+        A gradient counts as cleared if it is None or has only zeros. This method sets the scales of its errors to zero,
+        which makes the stored errors zero, without a wait of the host for the device.
         """
         if self._errors_settled or self._late_sums or self.kept_errors is None:
             return
@@ -535,7 +537,7 @@ class _Hop:
 
 
 def _columns(segment: Segment) -> slice:
-    """Return the range of elements of a flat shard that belong to one parameter, given by its segment, as a slice."""
+    """Return the slice of a flat shard that holds the elements of one parameter, whose segment is `segment`."""
     return slice(segment.start, segment.stop)
 
 

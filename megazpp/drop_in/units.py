@@ -28,8 +28,8 @@ QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 class ProgramUnit(Unit):
     """A sharding unit of a model of `megazpp.zeropp`, which the program or `zeropp` has wrapped with `fully_shard`.
 
-    If one call of `fully_shard` has parameters on two meshes, as torchtitan's calls for experts, FSDP2 makes two
-    parameter groups. Each group is a unit.
+    If the modules of one `fully_shard` call have parameters on two meshes, as in torchtitan's calls for layers with
+    experts, FSDP2 makes two parameter groups. Each group is a unit.
     """
 
     index: int = 0  # index of the unit's group among the parameter groups that FSDP2 has made of the unit's modules
@@ -205,6 +205,8 @@ class ProgramUnit(Unit):
     def stepped(self, held: Collection[int] | None) -> tuple[bool, ...]:
         """Return one bool per parameter of the unit: True if a step of an optimizer may change the parameter.
 
+        A step may change a parameter that the optimizer holds, and that requires or has a gradient.
+
         Args:
             held: `id`s of the tensors in the optimizer's parameter groups; None means all parameters.
         """
@@ -217,7 +219,7 @@ class ProgramUnit(Unit):
     def padded_shards(self) -> list[torch.Tensor]:
         """Return this rank's shard of each parameter of the unit, as 1-D tensors with FSDP2's padding.
 
-        They are the tensors from which FSDP2 gathers, and they exist also while the unit is gathered.
+        FSDP2 gathers from these tensors. They exist also while the unit is gathered.
         """
         return [p._sharded_param_data for p in self._group.fsdp_params]
 
@@ -268,7 +270,7 @@ class ProgramUnit(Unit):
         return before
 
     def force_sums(self) -> None:
-        """Make FSDP2 ask its reduce-scatter for sums, which FSDP2 then divides, instead of for means.
+        """Make FSDP2 request sums instead of means from its reduce-scatter, and divide the sums itself.
 
         ZeRO++ calls this method before each reduction, because the program may have changed the setting.
         """

@@ -58,8 +58,8 @@ def mesh_to_wrap(model: nn.Module, fsdp: Mapping[str, Any]) -> DeviceMesh:
 def dtype_when_wrapped(model: nn.Module, fsdp: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype in which FSDP2 will gather weights after `fully_shard(model, **fsdp)`.
 
-    It is `param_dtype` of the mixed-precision policy, if that is set. Otherwise it is the dtype of the first parameter
-    in fp32, bf16 or fp16, or fp32 if there is no such parameter.
+    The dtype is `param_dtype` of the mixed-precision policy in `fsdp`, if the policy sets it. Otherwise it is the dtype
+    of the first parameter in fp32, bf16 or fp16, or fp32 if there is no such parameter.
     """
     policy = fsdp.get("mp_policy")
     given: torch.dtype | None = getattr(policy, "param_dtype", None)
@@ -89,8 +89,8 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, fsdp: Mapping[str, Any]) -> R
 class ReplacedParameters:
     """The parameters of a model before `zeropp` wrapped it, with which optimizers without effect are detected.
 
-    If an optimizer was created before the model was wrapped, it holds these parameters. They get no gradients any more,
-    so the optimizer would train nothing.
+    An optimizer that was created before the model was wrapped holds these parameters. They get no gradients, because
+    FSDP2 has put other parameters in their place, so the optimizer would train nothing.
 
     Args:
         replaced: replaced parameters by name.

@@ -7,15 +7,17 @@ result in one place.
 A rank sees only its own shards. If each rank decided alone, ranks could call different collectives and deadlock. So
 each forward of an outermost FSDP2 module begins with a vote, one byte per unit and one about the gradients:
 
-    own vote     what this rank needs to send of the unit: nothing, a weight delta or the trained parameters, or whole
-                 weights
+    own vote     kind of message with the unit's weights that this rank needs to send: none, a weight delta or the
+                 trained parameters, or whole weights
     exchange     bitwise or over the ranks of a node, then over nodes (and over tensor-parallel ranks), in a thread
                  and over separate gloo groups
     result       for each unit, all ranks send every kind of message for which any rank has voted
 
-A rank that votes for whole weights knows the result for that unit and sends at once, so a training step does not wait
-for votes. If a rank has nothing to send, its forward waits for the result. This takes 1.5 round trips between nodes,
-because gloo announces a message before it sends the message.
+A rank that votes for whole weights of a unit that can send nothing less (`WatchedGather.has_parts` is False) knows the
+result, and sends at once. So in a training step without weight deltas and frozen parameters, gathers do not wait for
+votes. A rank that votes for a weight delta or the trained parameters sends them at once, and then waits for the result.
+All other ranks wait for the result first. A wait takes 1.5 round trips between nodes, because gloo announces a message
+before it sends the message.
 
 A rank votes for a message of a unit for one of four reasons:
 
@@ -64,7 +66,8 @@ class WatchedGather(ProgramGather):
 
     Attributes:
         watch: votes of the ranks on all units of the model; set before the first use.
-        ballot: last vote on this unit; None after the unit's weights were sent as this vote has decided.
+        ballot: last vote on this unit; None from the time at which `WriteWatch.undone` begins to yield the messages
+            that this vote asks for.
     """
 
     watch: WriteWatch
@@ -123,8 +126,10 @@ class WatchedGather(ProgramGather):
     def _keeps_frozen(self) -> bool:
         """Return True if an optimizer step has left the unit's frozen parameters unchanged, as checksums show.
 
-        A frozen parameter can change if the program has frozen it while it had a gradient. The host waits for the
-        device. With weight deltas, return False without a check, because the only checksum is that of all parameters.
+        An optimizer step can change a frozen parameter that the program has frozen while the parameter had a gradient.
+        If the checksums are equal, record the frozen parameters' new fingerprints, so that the step does not count as a
+        write to them. The host waits for the device. With weight deltas, return False without a check, because the only
+        checksum covers all parameters.
         """
         self._crossed.wait()
         assert self._sums is not None
@@ -246,7 +251,7 @@ class WatchedGather(ProgramGather):
 
     @property
     def _is_current(self) -> bool:
-        """True if the unit is sharded, and ranks have sent all its messages that the last vote asks for."""
+        """True if the unit is sharded, and ranks have sent all its messages that the last vote on the unit asks for."""
         return self.unit.is_sharded and self.watch.is_done(self)
 
     def _start_cross_hop(self, *args: Any) -> None:
@@ -418,7 +423,10 @@ class WriteWatch:
             yield InterNodeMessage.KEYFRAME
 
     def is_done(self, gather: WatchedGather) -> bool:
-        """Return True if ranks have sent all messages of a unit that the last vote on this unit asks for."""
+        """Return True if ranks have sent all messages of a unit that the last vote on this unit asks for.
+
+        This method may wait for the votes of other ranks.
+        """
         ballot, index = gather.ballot, self._index[gather]
         return ballot is None or not (ballot.own[index] or ballot.result()[index])
 
@@ -533,7 +541,7 @@ class WriteWatch:
         if self._unread is None:
             return []
         ballot, indices, differ, event = self._unread
-        event.synchronize()  # waits only briefly, because the device has passed the start of the last forward long ago
+        event.synchronize()  # hardly waits: the event was recorded at the start of the last forward
         found = [index for index, differs in zip(indices, differ.tolist(), strict=True) if differs]
         return [index for index in found if not ballot.result()[index]]
 
