@@ -42,10 +42,11 @@ class Traffic(NamedTuple):
 
 
 class TrafficCounter:
-    """A counter of the bytes that this rank has sent, by (wire, axis, collective). All mesh axes of a job share one.
+    """A counter of the bytes that this rank has sent, by (wire, axis, collective).
 
-    A wire is a class of traffic: "tp", "local" (intra-node), "cross" (inter-node), "world" (logging, barriers), or
-    "pcie" (copies between device and host memory).
+    All axes of a `ParallelDims` share one counter, except the axis `world`, which has a separate one. A wire is a class
+    of traffic: "tp", "local" (intra-node), "cross" (inter-node), "world" (logging, barriers), or "pcie" (copies between
+    device and host memory).
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class TrafficCounter:
         """Return a context in which this counter ignores all traffic, for evaluations and link measurements.
 
         Collectives that are submitted to a communication queue inside the context stay uncounted, even if they run
-        after its end.
+        after the end of the context.
         """
         before = _paused.set((*_paused.get(), self))
         try:
@@ -98,7 +99,7 @@ _paused: ContextVar[tuple[TrafficCounter, ...]] = ContextVar("paused", default=(
 
 
 class MeshAxis:
-    """The ranks that differ from this one in a single mesh coordinate, and the collectives among them.
+    """The group of ranks along one mesh axis that contains this rank, and the collectives of this group.
 
     Args:
         name: name of the axis ("tp", "shard", "replicate", ...), and of the timeline track that shows its collectives.
@@ -106,9 +107,10 @@ class MeshAxis:
         rank: this rank's index in `ranks`.
         group: process group of exactly these ranks; None if and only if there is one rank.
         counter: counter of the bytes that this rank sends; None creates a new one.
-        wire: class under which the counter adds up this axis's bytes: "tp", "local" (intra-node), "cross"
-            (inter-node) or "world". The collectives that send around a ring count under it.
-        wires: wire to each rank of the axis, in axis order, for all-to-alls; None uses `wire` for all ranks.
+        wire: wire (see `TrafficCounter`) under which the bytes of all collectives except all-to-alls count: "tp",
+            "local", "cross" or "world".
+        wires: for all-to-alls, the wire from this rank to each rank of the axis, in axis order; None uses `wire` for
+            all ranks.
         timeline: recorder of a span for each collective; None creates a new one.
         queue: communication queue in which the axis's collectives overlap with compute. None creates one on first use,
             a separate thread (CPU) or stream (CUDA).
@@ -163,7 +165,7 @@ class MeshAxis:
         return self._all_reduce_(x, dist.ReduceOp.MAX)
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """Gather the tensor `x`, [n, ...], of every rank of the axis, and return [size * n, ...] in axis order.
+        """Gather the tensors `x`, [n, ...], of all ranks of the axis, and return them as [size * n, ...] in axis order.
 
         Args:
             x: this rank's tensor of n rows; it has the same shape on all ranks.
@@ -183,7 +185,7 @@ class MeshAxis:
         return out
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """Sum `x`, [size * n, ...] on each rank, over the axis, and return this rank's slice of the sum, [n, ...].
+        """Sum the tensors `x`, [size * n, ...], of all ranks of the axis, and return this rank's slice, [n, ...].
 
         Args:
             x: this rank's contribution to the slices of all ranks, in axis order, n rows each.

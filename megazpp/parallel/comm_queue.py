@@ -74,7 +74,7 @@ class CommQueue:
     def record_event(self) -> Moment:
         """Record a CUDA event behind the work now queued on the caller's current stream, and return it.
 
-        The event can be passed to `submit` as `since`. On the CPU the result is None.
+        The caller can pass the event to `submit` as `since`. On the CPU the result is None.
         """
         return None
 
@@ -86,7 +86,7 @@ class CommQueue:
 
         Args:
             task: function to run. `Work.wait` returns its result.
-            after: works that must be done before the task starts, usually of other queues' tasks.
+            after: handles of tasks, usually of other queues, that must be done before this task starts.
             since: on CUDA, an event from `record_event`. The task then starts as soon as the event is reached. None
                 makes the task wait for all work that the caller's current stream now holds. Ignored on the CPU.
         """
@@ -130,9 +130,10 @@ class StreamQueue(CommQueue):
 
     A task starts after the work that the caller's current stream held at `submit`, or after the event `since`.
 
-    Memory rules: The caching allocator assigns memory that a task allocates to the queue's stream. A tensor returned
-    by `Work.wait` is safe to use and to free, because `wait` records it on the waiting stream. All other tensors that a
-    task uses, the caller's included, must stay alive until some stream has waited for the task by `Work.wait`.
+    Memory rules: memory that a task allocates belongs to the queue's stream in torch's caching allocator. If a task
+    returns a tensor, the caller of `Work.wait` may use and free this tensor, because `wait` records it on the waiting
+    stream (`Tensor.record_stream`). All other tensors that a task uses, the caller's included, must stay alive until
+    some stream has waited for the task by `Work.wait`.
 
     Only one thread at a time may submit tasks. A task must not submit to its own queue.
 
@@ -205,7 +206,7 @@ class _StreamWork(Work[T]):
 
 
 def current_stream() -> torch.cuda.Stream:
-    """Return `torch.cuda.current_stream()` from a cache of one object per stream, in a tenth of the host time."""
+    """Return the current CUDA stream from a cache, in a tenth of the host time of `torch.cuda.current_stream()`."""
     return _current_stream(torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice()))
 
 

@@ -15,8 +15,8 @@ Only this file decides which process groups exist. For models of other programs,
 | ep            | hold different experts: a part of tp x local  | tokens, to their experts and back         |
 
 Parameters of experts are sharded over the same ranks as all other parameters, but along other axes
-(`ParallelDims.experts`): ep replaces tp, `expert shard` and `expert local` replace shard and local. If an axis of
-experts has the same ranks as the dense axis of its name, both are the same `MeshAxis`.
+(`ParallelDims.experts`): ep replaces tp, `expert shard` and `expert local` replace shard and local. Experts and all
+other parameters use the same `MeshAxis` for each of the remaining axes.
 
 A step is an optimizer step. A rank's index along shard is (cross index) x (local size) + (local index).
 
@@ -32,7 +32,7 @@ The groups of NCCL have these options:
 | local         | high     | NCCL's    | the next layer waits for it. The same holds for shard inside one node        |
 | cross         | normal   | from flag | it has a whole step to finish, and should leave SMs to the matmuls meanwhile |
 | replica_group | normal   | from flag | the same as cross, with several steps to finish                              |
-| others        | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies                  |
+| others        | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies: NCCL's defaults |
 
 "From flag" is --nccl-cross-max-ctas. Since torch 2.8 a blocking collective runs on the caller's stream. The caller of
 a hop is its communication queue, whose stream has the same priority (comm_queue.py). The process group's internal
@@ -81,7 +81,7 @@ class ParallelDims:
             the thread that submits it.
         mesh: existing mesh [shard] or [shard, tp] of the caller, under any dimension names; None creates a mesh.
         dense: None for the axes of a whole model. For the axes of experts' parameters (`experts`), the axes of all
-            other parameters: both use one counter and one timeline, and share each axis that has the same ranks.
+            other parameters: both use one counter and one timeline, and share all axes except tp, local and shard.
     Attributes:
         layout: sizes of the axes and placement of the ranks.
         mesh: DeviceMesh [replica_group, replicate, shard, tp] without the dimensions of size 1, except shard.
@@ -390,7 +390,7 @@ def axis_options(axis: str, layout: Layout, config: NcclConfig) -> Any:
     The process group keeps and modifies the options object, so each group needs a separate object.
 
     Args:
-        axis: name of an axis of the layout, which decides about stream priority and number of channels.
+        axis: name of an axis of the layout, on which stream priority and number of channels depend.
         layout: sizes of the axes.
         config: the flags of NCCL.
     """
@@ -412,9 +412,9 @@ def uses_nccl() -> bool:
 
 
 def open_axis(dims: ParallelDims) -> MeshAxis:
-    """Return an axis over all ranks with a separate gloo process group, for reading and writing checkpoints.
+    """Return an axis over all ranks with a separate process group of gloo, for reading and writing checkpoints.
 
-    Checkpoints are read and written on the CPU, so the group is a gloo group. A separate group lets a save
+    The back end is gloo because checkpoints are read and written on the CPU. The group is separate so that a save can
     communicate in the background while training uses the other groups.
     """
     world = dims.world
@@ -477,15 +477,15 @@ def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
 
 
 def find_difference(axis: MeshAxis, values: Mapping[str, str]) -> tuple[str, dict[str, tuple[str, str]]] | None:
-    """Compare values that must be equal on all ranks of `axis`. All its ranks call this, with the same names.
+    """Compare values that must be equal on all ranks of `axis`. All these ranks call this, with the same names.
 
     Args:
         axis: axis of the ranks to compare.
         values: this rank's values by name.
     Returns:
-        None if all ranks have equal values. Otherwise the axis's first rank and the first rank that differs from it, as
-        the words "rank N on HOST and rank M on HOST", and the two values of each name whose values differ. All ranks
-        return the same result.
+        None if all ranks have equal values. Otherwise a pair about the axis's first rank and the first rank that
+        differs from it: the text "rank N on HOST and rank M on HOST", and for each name whose values differ the two
+        values. All ranks return the same result.
     """
     found = axis.share_object(axis.gather_objects((socket.gethostname(), dict(values))))
     first, expected = found[0]
@@ -496,7 +496,7 @@ def find_difference(axis: MeshAxis, values: Mapping[str, str]) -> tuple[str, dic
 
 
 def check_equal_on_all_ranks(axis: MeshAxis, name: str, digest: str) -> None:
-    """Check that a file or another input has the same content on all ranks of `axis`. All its ranks call this.
+    """Check that a file or another input has the same content on all ranks of `axis`. All these ranks call this.
 
     Args:
         axis: axis of the ranks to compare.

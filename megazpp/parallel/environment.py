@@ -74,7 +74,9 @@ def check_connections(env: Mapping[str, str] = os.environ) -> None:
 
 
 def node_folder(name: str) -> Path | None:
-    """Return a private folder for compiled kernels, /tmp/megazpp-UID/NAME on this node, and create it if needed.
+    """Return a private folder for compiled kernels on this node, TEMP/megazpp-UID/NAME, and create it if needed.
+
+    TEMP is the system's folder for temporary files, usually /tmp, and UID the number of the user.
 
     Returns:
         The folder, or None if its file system is mounted `noexec`, because compiled kernels could not be loaded.

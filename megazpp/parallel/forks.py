@@ -102,4 +102,4 @@ def _num_threads() -> int:
     return len(os.listdir(tasks)) if tasks.is_dir() else 0
 
 
-IDLE_THREADS = _num_threads()  # number of threads after the imports of torch and numpy, before any work
+IDLE_THREADS = _num_threads()  # number of threads when this module is imported: after torch and numpy, before any work

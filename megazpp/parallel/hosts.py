@@ -9,7 +9,7 @@ workers.
 
 A call on the store blocks for as long as the link is down. One thread of each launcher therefore makes all of these
 calls, and the main thread waits for this thread with deadlines. If a link is lost during the run, the watchdogs of the
-ranks end each host.
+ranks (watchdog.py) end the ranks on each host.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megazpp.base.program import JobError, say, say_at_terminal
 POLL_SECONDS = 0.05  # time between two checks in `wait_until`
 CONNECT_SECONDS = 2.0  # limit of one attempt to connect to the store of node 0
 WAIT_SECONDS = 15.0  # time for the other hosts to start, before a launcher prints what may be wrong
-TELL_SECONDS = 20.0  # longest time for which a launcher that fails before the start tries to tell the other hosts
+TELL_SECONDS = 20.0  # longest time for which a launcher that fails before it starts workers tries to tell other hosts
 # Longest time for which node 0's launcher, at the end of the job, keeps the store open for launchers that have not left
 END_SECONDS = 10.0
 # Longest time for which a launcher that leaves waits for the store to take its last message; then the launcher ends
@@ -67,7 +67,7 @@ class Hosts:
         port: TCP port of the store (--master-port).
         ranks_per_node: number of ranks on each host.
         patience_seconds: longest time to wait until all hosts have joined.
-        name: name of this host.
+        name: name of this host in messages.
         over: reason for which another host has ended the job; None while the job runs.
         over_at: time, on the clock of `time.monotonic()`, at which this host must end its ranks because another host
             has ended the job; infinite while the job runs.
@@ -243,7 +243,7 @@ class Hosts:
         self._done.set()
 
     def _find_killed(self, store: dist.Store) -> None:
-        """End the job if all connections of a host to the store have been closed before the host has left the job.
+        """End the job if all connections of a host to the store are closed, although no host has left the job yet.
 
         The kernel closes the connections of killed processes. If only the link is down, the connections stay open, and
         the watchdogs of the ranks end the job later. Node 0 calls this method.

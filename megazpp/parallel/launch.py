@@ -14,9 +14,10 @@ start ranks on several nodes, the user must set MASTER_ADDR and MASTER_PORT.
 Security: torch's store has no authentication. Any process that can connect to it can stop the job or join it, so on a
 network it needs a firewall (SECURITY.md).
 
-This program has its own launcher instead of torch's elastic agent (torchrun) for two reasons. The elastic agent ends
-workers with SIGTERM, on which our workers finish their step and save, and it may take 30 seconds. And the store of our
-launcher outlives every worker, so the remaining ranks can still record in the store which rank failed first.
+This program has its own launcher instead of torch's elastic agent (torchrun) for two reasons. After a failure, the
+elastic agent ends the other workers with SIGTERM, on which our workers finish their step and save. So the agent may
+need 30 seconds. And the store of our launcher outlives every worker, so the remaining ranks can still record in the
+store which rank failed first.
 
 Each worker continues its start in worker.py.
 """
@@ -61,8 +62,8 @@ from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.forks import Fork, can_fork
 from megazpp.parallel.hosts import CONNECT_SECONDS, POLL_SECONDS, Hosts, wait_until
 
-# A rank whose collective breaks reports a secondary failure. The launcher then waits this long for the rank that failed
-# first to exit, before it ends the job.
+# A rank whose collective breaks exits with EXIT_SECONDARY. The launcher then waits this long for the rank that failed
+# first to exit, before the launcher ends the job.
 GRACE_SECONDS = 3.0
 # Without --nproc and without a GPU, a job has a worker per core, but at most this many workers, and at least 2, so that
 # collectives have something to send
@@ -135,7 +136,7 @@ def device_type() -> str:
 def loopback_store(listener: socket.socket, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
     """Return a new TCPStore whose server runs in this process and uses `listener`, a socket at a loopback address.
 
-    Without a given socket, torch's TCPStore would listen on all network interfaces.
+    Without `listener`, torch's TCPStore would listen on all network interfaces.
     """
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(

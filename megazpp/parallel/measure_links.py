@@ -1,8 +1,8 @@
 """Measure at start-up the bandwidth and latency of each mesh axis, and the speed of the ranks' devices.
 
 `--measure-links` requests the measurement, and so does `--zero-weight-delta auto` if nothing is known about the links.
-Each axis is measured by all-gathers of two sizes. The speed of a first all-gather determines the large size, so that
-the measurement takes less than a second.
+Each axis is measured by all-gathers of two sizes. The time of an additional first all-gather determines the larger
+size, so that the measurement takes less than a second.
 
 The model is a ring: an all-gather over n ranks with b bytes each takes (n-1) (latency + b / bandwidth). Measurements
 with two values of b determine latency and bandwidth. gloo or NCCL may use another algorithm. The result then describes
@@ -39,10 +39,10 @@ COPIED_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 PRODUCT_FLOPS = {"cpu": 5e8, "cuda": 2e12}
 # By device type: largest size in bytes of a measured all-gather's result. At 50 GB/s, 256 MiB take 5 ms.
 LARGE_TOTAL_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
-# Size of a first all-gather, whose time determines the size of the large all-gather. A rate-limited link sends a short
-# burst at full speed; this all-gather is longer than such a burst.
+# Size in bytes of the result of a first all-gather, whose time determines the size of the large all-gather. A
+# rate-limited link sends a short burst at full speed; this all-gather is longer than such a burst.
 TRIAL_TOTAL_BYTES = 256 << 10
-LARGE_SECONDS = 0.04  # intended time of the large all-gather, unless LARGE_TOTAL_BYTES limits its size
+LARGE_SECONDS = 0.04  # intended time of the large all-gather; it is shorter if LARGE_TOTAL_BYTES limits the size
 DELTA_WEIGHTS = 1 << 20  # number of weights in a measured lossless delta; their 2 MB fit the cache of a CPU core
 
 

@@ -37,7 +37,7 @@ from megazpp.parallel.launch import RESTART_COUNT, RankInfo, hosts_of, open_stor
 # have read a verdict that reports a problem
 ANSWER_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # longest time for which a rank that has failed waits until the job's store exists
-CLAIM_SECONDS = 1.0  # time for a host's rank with local rank 0 to print an error, before another of its ranks prints it
+CLAIM_SECONDS = 1.0  # time for local rank 0 of a host to print an error, before another rank of this host prints it
 MOST_LINES = 10  # largest number of facts that an error message about differences lists
 # Keys of the roll call in the store. The values under these keys are, in this order: the number of ranks that have
 # written facts, the number of ranks that have failed, the first error, rank 0's verdict, and the number of ranks that

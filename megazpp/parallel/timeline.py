@@ -80,7 +80,7 @@ class Timeline:
         return listeners[0].span(track, name) if len(listeners) == 1 else _all_of(listeners, track, name)
 
     def attach(self, listener: Listener) -> None:
-        """Notify `listener` of all spans that begin from now on."""
+        """Notify `listener` of all spans that begin after this call, until `detach`."""
         self._listeners = (*self._listeners, listener)
 
     def detach(self, listener: Listener) -> None:

@@ -11,8 +11,9 @@ The judge ends the job for one of four reasons:
        the limit. Spans are the collectives of the mesh axes, the optimizer step around them, and the files of a
        checkpoint. The step also covers work outside the axes, such as FSDP2's all-reduce between replicas or a wait for
        the GPU.
-    2. The heartbeat of the next rank, a counter in the store, has not changed for longer than the limit. That rank was
-       stopped, or its machine is down. No span is needed, so this reason covers a process from its start to its end.
+    2. The heartbeat of the next rank (rank + 1, or rank 0 for the last rank) has not changed for longer than the limit.
+       A heartbeat is a counter in the store. That rank was stopped, or its machine is down. This reason does not depend
+       on spans, so it covers a process from its start to its end.
     3. Another rank has raised the alarm in the store.
     4. The store has not answered for longer than the limit: the store's machine, or the link to it, is down.
 
@@ -24,7 +25,7 @@ Ranks that do not answer within ANSWER_SECONDS are stopped, have ended, or have 
 interpreter lock.
 
 Only time in which this process runs counts, so a job that was suspended as a whole and continues later does not count
-as hung. For the same reason the time limit of torch's collectives is too long to matter (worker.py).
+as hung. Torch's own time limit of collectives would end such a job, so worker.py sets it to 30 days.
 
 On CUDA the host launches collectives ahead of the device and blocks only when it next waits for the device. The report
 then names the ranks that have launched fewer collectives than the others, because the others wait for these ranks.
@@ -114,7 +115,7 @@ class Watchdog:
         return self
 
     def watch(self, dims: ParallelDims) -> None:
-        """Watch the spans of `dims.timeline` from now on: the collectives of the mesh axes, steps and checkpoints."""
+        """Start to watch the spans of `dims.timeline`: the collectives of the mesh axes, steps and checkpoints."""
         self._layout = dims.layout
         dims.timeline.attach(self._activity)
 
@@ -286,11 +287,11 @@ def describe_hang(states: Mapping[int, RankState], layout: Layout | None, limit:
 def _behind(states: Mapping[int, RankState]) -> list[str]:
     """Return a line for the watchdog's report about each track on which some ranks have begun fewer spans than others.
 
-    The line names these ranks, and gives the largest number of spans that a rank has begun on the track.
+    The line names these ranks, and gives the largest number of spans that a rank has begun on the track. The other
+    ranks wait for the named ranks.
 
-    The watchdog's report has these lines if no rank is inside a collective of a mesh axis: on CUDA, where the host only
-    launches collectives, or in FSDP2's own collectives, which use no mesh axis. The other ranks then wait for the ranks
-    that these lines name.
+    The report has these lines only if no rank is inside a collective of a mesh axis. This happens on CUDA, where the
+    host only launches collectives, and in FSDP2's own collectives, which use no mesh axis.
 
     Args:
         states: open spans and numbers of begun spans of the ranks that have answered the alarm, by rank.

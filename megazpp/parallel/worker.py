@@ -61,7 +61,7 @@ from megazpp.parallel.watchdog import FAILURES, Watchdog
 
 WAIT_SECONDS = 15.0  # time for the other ranks to start, before a rank prints that it waits for them
 REPORT_SECONDS = 1.0  # time for the rank that failed first to claim the failure, before other ranks may claim it
-# Time limit of torch's collectives, practically infinite. The watchdog ends a job that hangs. A shorter limit of torch
+# Time limit of torch's collectives, practically infinite, because the watchdog ends a job that hangs. A shorter limit
 # would also end a job that was suspended for longer than the limit and then continues.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 # Parts of the messages of gloo and of torch's store about a connection whose other end has gone
