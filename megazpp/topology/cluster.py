@@ -9,9 +9,9 @@ domain. `Cluster.order` gives the rank at each position, so a launcher may numbe
     rank       [0   2] [4   6]    [1   3] [5   7]         [ ] a domain: ranks connected by the fastest kind of link
                node 0             node 1
 
-A domain (fast domain in other texts) may be a part of a node (two GPUs with an NVLink bridge), a node (NVSwitch) or
-several nodes (an NVLink rack). The larger of node and domain is called the local domain. Traffic inside a local domain
-counts as "local" (usually intra-node), traffic between local domains as "cross" (inter-node).
+A domain (elsewhere called fast domain) may be a part of a node (two GPUs with an NVLink bridge), a node (NVSwitch) or
+several nodes (an NVLink rack). The local domain of a rank is its node or its domain, whichever is larger. Traffic
+inside a local domain counts as "local" (usually intra-node), traffic between local domains as "cross" (inter-node).
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ class Cluster:
         return self.position_of(rank) // self.local_domain_size
 
     def link_between(self, rank: int, other: int) -> LinkKind:
-        """Return the kind of link between two ranks; the fastest kind if links of several kinds connect them."""
+        """Return the fastest kind of link that connects two ranks.
+
+        The kind is "domain" inside a fast domain, "node" elsewhere inside a local domain, otherwise "network".
+        """
         if self.domain_of(rank) == self.domain_of(other):
             return "domain"
         return "node" if self.local_domain_of(rank) == self.local_domain_of(other) else "network"
@@ -168,7 +171,7 @@ class Link(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """True if --measure-links measured the bandwidth, False if the bandwidth comes from a data sheet."""
+        """True if --measure-links measured the bandwidth; False for another source, such as a data sheet."""
         return self.source.startswith(MEASURED)
 
     def __str__(self) -> str:
@@ -214,7 +217,8 @@ class Device(NamedTuple):
     gigabytes: float  # size of the device's memory, in 1e9 bytes
     gigabytes_per_second: float  # bandwidth of the device's memory, in 1e9 bytes per second
     source: str = ""  # origin of the device's rates and memory size: a data sheet, or "measured: ..."
-    # One of CALIBRATION_NAMES, which selects the fractions of the device's peak rates that --plan assumes as achievable
+    # One of CALIBRATION_NAMES, which selects the fractions of the device's peak rates that --plan assumes as
+    # achievable; None if unknown
     calibration: str | None = None
     price_per_hour: float | None = None  # price of one GPU, in any currency
     # Rates at which a CPU rank encodes lossless deltas, and updates weights by them, in 1e9 bytes of weights per second

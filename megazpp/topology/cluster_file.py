@@ -202,9 +202,10 @@ def cluster_text(cluster: Cluster) -> str:
 
 
 def cyclic_order(nodes: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Return the rank at each position (see `Cluster.order`) if ranks are dealt out to the nodes in turn.
+    """Return the rank at each position (see `Cluster.order`) if consecutive ranks are on consecutive nodes, in turn.
 
-    `srun -m cyclic` numbers ranks in this way. For 2 nodes with 2 ranks each, the result is (0, 2, 1, 3).
+    `srun -m cyclic` numbers ranks in this way. For 2 nodes with 2 ranks each, the result is (0, 2, 1, 3): node 0 has
+    ranks 0 and 2, node 1 has ranks 1 and 3.
     """
     return tuple(index * nodes + node for node in range(nodes) for index in range(ranks_per_node))
 

@@ -1,7 +1,7 @@
 """Derivation of the cluster (nodes, fast domains, placement of ranks) from each rank's description of its host.
 
-A node is one network namespace of one booted kernel. Host names do not matter: two containers that share kernel and
-namespace are one node, and a machine that is divided into network namespaces is several nodes.
+The ranks in one network namespace of one booted kernel form a node. Host names do not matter: two containers that share
+kernel and namespace are one node, and a machine that is divided into network namespaces is several nodes.
 
 Ranks whose GPUs are connected by NVLink form a fast domain inside a node. A multi-node NVLink fabric forms a domain of
 whole nodes.
@@ -176,7 +176,8 @@ def _check_gpus(infos: Sequence[HostInfo]) -> None:
 def _joined(infos: Sequence[HostInfo], node: list[int]) -> dict[int, int]:
     """Find the ranks of a node that NVLink connects: map each rank of the node to the lowest rank of its NVLink group.
 
-    Two ranks are in one group if NVLinks connect their GPUs directly, over the GPUs of other ranks, or over a switch.
+    Two ranks are in one group if NVLinks connect their GPUs directly, over the GPUs of other ranks, or over a switch. A
+    rank without such links is a group of its own.
 
     Args:
         infos: each rank's description of its host, by rank.

@@ -5,8 +5,8 @@ the fastest links connect neighboring positions. The axes are nested, innermost 
 
     tp             consecutive positions
     local          the tensor-parallel groups of a local domain (a node or a fast domain, whichever is larger)
-    cross          ranks of different local domains with the same local index, so that they use the same rail, that is
-                   network adapters with the same number, which one switch connects
+    cross          ranks of different local domains with the same local index and the same tensor-parallel index. They
+                   use the same rail: network adapters with equal numbers in their nodes, which one switch connects
     replicate      copies of the sharded model
     replica_group  groups that each train a copy of the model with DiLoCo (diloco/outer.py)
 
@@ -41,7 +41,7 @@ NODE = "node"  # axis tp x local: the ranks of a node that share a model copy; o
 EXPERT_AXES = ("ep", "expert local", "expert shard")  # axes of experts' parameters, see `Layout.for_experts`
 # Axes that communicate weights and gradients: shard in one ring, or local and cross in two hops
 DATA_AXES = ("shard", "local", "cross")
-WIRES = ("tp", "local", "cross")  # classes of counted traffic; the traffic of every axis counts under one of them
+WIRES = ("tp", "local", "cross")  # classes of counted traffic; what is sent along an axis of AXES counts under these
 PCIE, HOST = "pcie", "host"  # wire and axis of copies between a device and host memory (--optimizer-cpu-offload)
 UPLOAD, DOWNLOAD = "upload", "download"  # copies to the device, and copies from the device, in the byte counts
 # Names of the wires, and of the traffic between DiLoCo's replica groups, in the log and in reports
@@ -51,7 +51,7 @@ COORDINATES = ("replicate", "cross", "local", "tp")  # coordinates of a rank in 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The sizes of the mesh axes on a cluster. A rank's coordinates follow from its position.
+    """The sizes of the mesh axes on a cluster. A rank's coordinates follow from its position, see the top of this file.
 
     Attributes:
         cluster: nodes and placement of ranks.
@@ -86,9 +86,8 @@ class Layout:
     def for_experts(self) -> Layout:
         """Return the layout of the parameters of a mixture of experts, on the same ranks.
 
-        Expert parallelism takes the place of tensor parallelism: `ep` neighboring ranks of a node hold different
-        experts, each expert unsplit. The remaining ranks of tp x local are the local axis. The outer axes do not
-        change.
+        In the result the field `tp` is the expert-parallel degree: `ep` neighboring ranks of a node hold different
+        experts, and no expert is split. The local axis has tp x local / ep ranks. The outer axes do not change.
         """
         inside = self.tp * self.local
         assert inside % self.ep == 0, f"{self.ep} expert-parallel ranks of {inside}"
@@ -271,7 +270,7 @@ class Layout:
         return tuple(positions) if order is None else tuple(order[position] for position in positions)
 
     def _stride_and_size(self, axis: str) -> tuple[int, int]:
-        """Return the distance in positions between neighbors along `axis`, and the number of ranks along it."""
+        """Return the distance in positions between neighbors along `axis`, and the number of ranks along `axis`."""
         return {
             "tp": (1, self.tp),
             "cp": (self.tp, self.cp),

@@ -45,7 +45,7 @@ def topology_text(layout: Layout) -> str:
 
 
 def axis_wires(layout: Layout, axis: str) -> str:
-    """Return the kinds of links that the rings of a mesh axis use, as text with bandwidth and latency if known.
+    """Return the kinds of links over which the rings of a mesh axis send, as text with bandwidth and latency if known.
 
     If the axis uses several kinds, the text says how many ranks send over each kind. For an axis of one rank the text
     is "-".
