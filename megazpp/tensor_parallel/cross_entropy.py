@@ -176,8 +176,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if parts[1] is not None:
                     entropies[index, block] = parts[1]
 
-        # Combine chunks and ranks. `shares` is each chunk's probability mass, up to a factor per token: it is relative
-        # to the chunk with the largest normalizer, so that exp cannot overflow.
+        # Combine chunks and ranks. `shares` is each chunk's probability mass, divided for each token by the mass of the
+        # chunk with the largest normalizer, so that exp cannot overflow.
         top = tp.max_(normalizers.amax(dim=0))
         shares = (normalizers - top).exp()
         sums = [shares.sum(dim=0), score]
@@ -203,8 +203,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, labels, normalizer = ctx.saved_tensors
         settings, chunks, logits = ctx.settings, ctx.chunks, ctx.logits
-        # Backward overwrites these logits. Without this reference they are freed as soon as their chunk is processed,
-        # and a second backward computes them again.
+        # Drop the context's reference to these logits, because this backward overwrites them. They are then freed as
+        # soon as their chunk is processed, and a second backward computes them again.
         ctx.logits = None
         several, temperature = len(chunks) > 1, settings.temperature
         gradient_ = _gradient_ if settings.fuse is None else settings.fuse(_gradient_)

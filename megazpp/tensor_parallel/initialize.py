@@ -1,10 +1,11 @@
 """Initial values of a model's parameters, and their conversion to DTensors before sharding.
 
-A generator that is seeded by (seed, name) fills an unsharded parameter, and each rank keeps its shard. An expert's
-matrix has a separate generator, seeded by (seed, name, expert), so that a rank generates only experts whose rows it
-holds. So weights do not depend on the number of ranks or their placement. GPUs of different models may generate
-different numbers from one seed, because CUDA's generator depends on the number of multiprocessors. So
-`share_parameters_` then copies the values from one rank to all ranks that hold the same shard.
+Every rank fills each unsharded parameter by a random generator with a seed from (seed of the run, parameter's name),
+and keeps only its shard. So weights do not depend on the number of ranks or their placement. An expert's matrix has a
+separate generator with a seed from (seed, name, expert), so that a rank generates only experts whose rows it holds.
+
+GPUs of different models may generate different numbers from one seed, because CUDA's generator depends on the number of
+multiprocessors. Therefore `share_parameters_` copies the values from one rank to all ranks that hold the same shard.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis, device:
         device: device on which the collectives run. The parameters may be in host memory.
     """
     for _, module, attribute, spec in owned_parameters(model):
-        if spec.std > 0.0:
+        if spec.std > 0.0:  # all other parameters start with a constant, which is equal on all ranks
             own = local(getattr(module, attribute).detach())
             values = own.to(device)
             if spec.split is None:

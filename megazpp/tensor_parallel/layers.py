@@ -3,8 +3,8 @@
 Letters: T ranks of the tp axis; activations are [S, B, H] (sequence, batch, hidden).
 
 A column-parallel layer splits its outputs, a row-parallel layer its inputs. So the sequence of a column-parallel layer,
-elementwise operations and a row-parallel layer needs one collective at the start and one at the end. On each rank the
-output of an `Adapter` is added to the layer's output.
+elementwise operations and a row-parallel layer needs one collective at the start and one at the end. If a layer has a
+LoRA adapter (`Adapter`), each rank adds the adapter's output to its own x W^T, before any sum over ranks.
 
 With sequence parallelism a column-parallel layer saves only its slice of the input, and gathers the input again in
 backward. Backward overlaps both of its collectives with compute: the gather with the matrix product for the input's
@@ -128,9 +128,9 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
     tp, split, product = layers[0].tp, layers[0].sequence_parallel, layers[0].product
     weights = [local(layer.weight) for layer in layers]
     biases = [None if layer.bias is None else local(layer.bias) for layer in layers]
-    # The operation below overlaps the collectives of backward with matrix products. It does not return the gathered
-    # input, which an adapter needs. On a single rank it is used only for several layers in eager mode, where it sums
-    # the layers' gradients of x without autograd.
+    # `_ColumnParallel` and its operator overlap the collectives of backward with matrix products. They do not return
+    # the gathered input, which an adapter needs. On a single rank `_ColumnParallel` is used only for several layers in
+    # eager mode, where it sums the layers' gradients of x without autograd.
     adapted = any(layer.adapter is not None and layer.adapter.adds for layer in layers)
     together = tp.size > 1 or (len(layers) > 1 and not torch.compiler.is_compiling())
     if product is None and together and torch.is_grad_enabled() and x.requires_grad and not adapted:
@@ -147,9 +147,10 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
 class _Keep(torch.autograd.Function):
     """The autograd function that returns x, and saves x and the weights for the backward of `_ColumnParallel`.
 
-    It appends its context to the list `kept`, from which `_ColumnParallel` reads the saved tensors. A separate function
-    saves them before the gather and the matrix products of column-parallel layers. With activation recomputation, the
-    recomputed forward stops as soon as all tensors are saved. So it need not repeat the gather and the products.
+    The function appends its context to the list `kept`, from which `_ColumnParallel` reads the saved tensors. It is
+    separate from `_ColumnParallel`, so that the tensors are saved before the gather and the matrix products. With
+    activation recomputation, the recomputed forward stops as soon as all tensors are saved. So the recomputation does
+    not repeat the gather and the products.
     """
 
     @staticmethod

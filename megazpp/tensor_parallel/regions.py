@@ -188,6 +188,8 @@ class _Collective(torch.autograd.Function):
 
 
 class _ExchangeRows(torch.autograd.Function):
+    """The autograd function of `exchange_rows`: backward exchanges the gradients of rows in the opposite direction."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list[int]) -> torch.Tensor:
         ctx.ep, ctx.send, ctx.receive = ep, send, receive
@@ -199,15 +201,18 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _exchange_rows(x: torch.Tensor, ep: MeshAxis, send: list[int], receive: list[int]) -> torch.Tensor:
+    """Run the all-to-all of `exchange_rows` without autograd; the arguments are the same."""
     width = x.shape[-1]
     parts = [rows * width for rows in send], [rows * width for rows in receive]
     found = ep.exchange(x.contiguous().view(-1), *parts, of="tokens")
-    # `Experts` returns this tensor, and FSDP2 attaches a backward hook to a module's results, which therefore must not
-    # be views of another tensor. `_unsafe_view` changes the shape without marking the result as a view.
+    # `Experts` returns this tensor. FSDP2 attaches a backward hook to a module's results, so they must not be views of
+    # another tensor. `_unsafe_view` changes the shape without marking the result as a view.
     return torch.ops.aten._unsafe_view(found, (-1, width))
 
 
 class _TakeRows(torch.autograd.Function):
+    """The autograd function of `take_rows`: backward permutes rows back, and sums the copies of each row."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
         ctx.save_for_backward(inverse)
