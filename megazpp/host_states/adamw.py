@@ -78,7 +78,7 @@ class HostedAdamW(ShardedAdamW):
         The updates run during the next forward, in which a unit's gather waits for this unit's update.
         """
         assert closure is None, "HostedAdamW.step does not support a closure: call backward before the step"
-        # Copy the groups, because the next training step sets their learning rates while these updates still run.
+        # Copy the groups: the next training step sets their learning rates, possibly before these updates have run.
         groups = [dict(group) for group in self.param_groups]
         for shard, places_of, states in self._units:
             if not shard.has_sum:
@@ -91,8 +91,8 @@ class HostedAdamW(ShardedAdamW):
             ) -> None:
                 """Update the device copies of a unit's weights and moments by AdamW, one parameter group at a time."""
                 for scalar in (grad_scale, found_inf):
-                    # The compute stream has allocated `scalar` (grad_scale or found_inf). It must not reuse the memory
-                    # before this update, on another stream, has read `scalar`.
+                    # The memory of `scalar` belongs to the compute stream, which must not reuse this memory before this
+                    # update, on another stream, has read `scalar`.
                     if scalar is not None and scalar.is_cuda:
                         scalar.record_stream(torch.cuda.current_stream())
                 for number, places in places_of.items():

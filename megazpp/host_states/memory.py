@@ -5,11 +5,13 @@ shard, so that one copy moves one unit. S: elements of a flat shard. FSDP2 is co
 (`CPUOffloadPolicy`), and its sharded parameters are views of the flat weights. This folder replaces what the policy
 would do:
 
-    input of a gather    `HostedParameter`: FSDP2 would upload the fp32 shard at each use. Instead it gets the 16-bit
-                         working shard, which is on the device. With a secondary partition (hpZ), from which gathers
-                         read, it gets a placeholder, and the hop across nodes uploads the weights once per step
-    reduced gradients    reduce.py: FSDP2 would download the sum of each micro-batch. Instead its output tensor is the
-                         host buffer of the unit's gradients, to which the queue that computes the sum downloads it
+    input of a gather    `HostedParameter`: FSDP2 would upload the fp32 shard at each use. Instead FSDP2 gets the
+                         working shard, a copy of the weights in the compute dtype on the device. With a secondary
+                         partition (hpZ), from which gathers read, FSDP2 gets a placeholder, and the hop across nodes
+                         uploads the weights once per step
+    reduced gradients    reduce.py: FSDP2 would download the reduced gradients of each micro-batch. Instead FSDP2's
+                         output tensor is the host buffer of the unit's gradients. The queue that reduces the gradients
+                         also downloads them to this buffer
     partial sums         reduce.py: with --zero-offload-partial-sums the partial sums that wait for the hop across
                          nodes are in host memory between micro-batches
     update               `HostShard.update`: the units' states are uploaded in turn into two slots of device memory.
@@ -47,7 +49,7 @@ from megazpp.zero.sharding import DeviceStates
 from megazpp.zero.units import Unit
 
 STATES = 4  # fp32 numbers in host memory per trained weight: gradient, weight and two moments
-NUM_SLOTS = 2  # number of units in an update at the same time: one is uploaded while another unit is downloaded
+NUM_SLOTS = 2  # largest number of units in an update at the same time: one is uploaded while another is downloaded
 
 
 class Staged(NamedTuple):
@@ -82,7 +84,7 @@ class HostMemory(DeviceStates):
         device: device that computes; the CPU until `allocate_states`.
         shards: states of each sharding unit.
         dtype: dtype in which weights are gathered.
-        num_sums: number of nodes whose partial sums of gradients are in host memory; 0 without
+        num_sums: number of nodes, N, of the partial sums [N, S] that each unit keeps in host memory; 0 without
             --zero-offload-partial-sums.
         sum_dtype: dtype of the partial sums.
         timeline: timeline in which each update records a span.
@@ -198,9 +200,8 @@ class HostMemory(DeviceStates):
     def submit(self, task: Callable[[torch.Tensor], None]) -> Work[None]:
         """Queue `task`, the optimizer update of a unit, which is called with a slot of device memory.
 
-        The slot is an fp32 tensor with 4 rows: for weights, gradients and two moments.
-
-        The two slots are used in turn, and each slot has a queue of its own.
+        The slot is an fp32 tensor with 4 rows, for weights, gradients and two moments. Successive updates use the two
+        slots in turn. Each slot has a separate queue, so that the updates of two units overlap.
         """
         self._slots.append(self._slots.pop(0))
         rows, queue = self._slots[-1]
@@ -215,7 +216,7 @@ class HostMemory(DeviceStates):
         return self._sum_slots[-1]
 
     def begin_step(self) -> None:
-        """Mark the gradients of the last training step as outdated, so that `take` overwrites them in host memory."""
+        """Mark the gradients of the last training step as outdated; the first `HostShard.take` then overwrites them."""
         for shard in self.shards:
             shard.has_sum = False
 
@@ -266,8 +267,9 @@ class HostShard:
         updated: task of the last optimizer update of the unit; a finished task before the first update.
         has_sum: True if `gradients` has gradients of the current training step.
         norms: L2 norm of each gradient of the current step, by parameter name; set at the end of the last backward.
-        late: gradients of parameters in `HostMemory.partial`, which `HostMemory.norms` sums over tensor-parallel ranks.
-            Each entry is (parameter name, values on the device, view of `gradients` for the sum).
+        late: gradients of the parameters in `HostMemory.partial`, which `HostMemory.norms` sums over tensor-parallel
+            ranks. Each entry is (parameter name, this rank's partial gradient on the device, view of `gradients` for
+            the sum).
         gradients: [S] fp32 buffer in host memory. It begins with the current step's gradients of the trained parameters
             only; the rest is unused.
         partial_sums: [N S] partial sums of gradients over N nodes, in host memory; only with
@@ -470,7 +472,7 @@ class HostedUnit(Unit):
     def pop_gradients(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Return the unreduced, unsharded gradients of the unit's parameters `indices`, in this order.
 
-        FSDP2's references to these gradients are set to None, so that the next backward starts new ones.
+        FSDP2's references to these gradients are set to None, so that the next backward creates new gradients.
         """
         found = []
         for p in [self.fsdp_parameters[index] for index in indices]:

@@ -1,8 +1,8 @@
 """Reduce-scatters whose reduced gradients go to host memory (--optimizer-cpu-offload); see memory.py.
 
-The task that reduces a unit's gradients also moves the result to host memory and frees it on the device, so that the
-device never holds the reduced gradients of many units. With --zero-offload-partial-sums, the partial sums that wait
-for the hop across nodes are moved too.
+The task that reduces a unit's gradients also moves the result to host memory and frees the result on the device, so
+that the device never holds the reduced gradients of many units. With --zero-offload-partial-sums, the partial sums that
+wait for the hop across nodes are also moved to host memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megazpp.zero.wire import Codec
 class HostedReduce(SummingReduce):
     """The base class of reduce-scatters whose reduced gradients go to host memory (--optimizer-cpu-offload).
 
-    FSDP2 gets the host buffer of the unit's gradients as its output tensor, because it would copy any other output to
-    the host itself. The `.grad` that FSDP2 then sets is cleared. In each step, either all trained parameters of a unit
-    must have gradients, or none.
+    FSDP2 gets the host buffer of the unit's gradients as its output tensor, because FSDP2 would copy an output on the
+    device to the host itself. `post_backward` clears the `.grad` that FSDP2 then sets. In each reduction, either all
+    trained parameters of a unit must have gradients, or none.
     """
 
     unit: HostedUnit
@@ -121,6 +121,7 @@ class HostedTwoHopReduce(HostedReduce, TwoHopReduce):
 
     def __init__(self, unit: HostedUnit, context: CommContext) -> None:
         super().__init__(unit, context)
+        # Slot of device memory for the partial sums of the running reduction; None without --zero-offload-partial-sums
         self._slot: SumSlot | None = None
         self._sums_wait = False  # True if partial sums of the step's earlier micro-batches are in host memory
 
