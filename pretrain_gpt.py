@@ -86,6 +86,7 @@ def main(argv: list[str]) -> int:
     with problems:
         parsed, source, earlier = find_checkpoint(parsed)
     config, place = parsed.config, detect_rank_info(parsed.config.launch)
+    # False if the sizes of the model are unknown, because they should come from a checkpoint that cannot be read.
     has_shape = not problems or not config.checkpoint.use_checkpoint_args
 
     # ---- check the flags before anything is allocated or written. Workers check them again later, for the nodes that
@@ -171,7 +172,7 @@ def open_data(run: OpenRun) -> tuple[Tokenizer, Splits[Samples | None]]:
 
 
 def count_samples(run: OpenRun) -> Splits[int]:
-    """Return the numbers of samples that the complete training, one validation and one test need."""
+    """Return the number of samples that the complete training needs, and those that a validation and a test need."""
     batches = run.plan.batches
     held_out = run.config.evaluation.eval_iters * batches.global_batch_size
     return Splits(train=batches.dataset_samples, valid=held_out, test=held_out)
