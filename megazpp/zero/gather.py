@@ -374,8 +374,9 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         A kind is a weight delta or a keyframe with whole weights. The result is the same on all ranks.
 
         Args:
-            early: True if `start_early` calls this method before a use of the unit. It has an effect only in models of
-                `megazpp.zeropp`, where a use may have to wait for votes of other ranks, but an early start does not.
+            early: True if `start_early` calls this method before a use of the unit. The argument has an effect only in
+                models of `megazpp.zeropp`: there a use outside of a forward first makes the ranks vote on the unit, but
+                an early start does not.
         """
         crossing = self.next_crossing()
         return () if crossing == InterNodeMessage.NOTHING else (crossing,)

@@ -92,8 +92,8 @@ class DeviceStates:
         Args:
             model: sharded model whose tensors are on the meta device.
             device: device on which the tensors are allocated.
-            world: axis of all ranks of the run. It is not used here; a subclass exchanges over it which ranks lack
-                memory.
+            world: axis of all ranks of the run. This class ignores it. A subclass uses it to raise an error on all
+                ranks if one rank lacks memory.
         """
         model.to_empty(device=device)
 
@@ -274,8 +274,8 @@ class Sharding:
     def weight_update(self) -> Iterator[None]:
         """Return a context in which the optimizer changes the weights; use it on all ranks.
 
-        At its end, ZeRO++ marks the weights that nodes have exchanged as outdated. Fused and foreach optimizer steps on
-        DTensors move no version counter, so ZeRO++ cannot detect the change by itself.
+        At the end of the context, ZeRO++ marks the weights that nodes have exchanged as outdated. Fused and foreach
+        optimizer steps on DTensors move no version counter, so ZeRO++ cannot detect the change by itself.
 
         Raises:
             RuntimeError: --zero-weight-keyframe-interval is set, but `begin_step` was never called.

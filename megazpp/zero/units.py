@@ -39,15 +39,17 @@ class UnitParameter:
 class Unit:
     """A sharding unit, FSDP2's parameter group: the parameters that are gathered and reduced together.
 
-    ZeRO++'s collectives use the following members besides the fields. planner/simulator.py replaces these members in a
-    unit without tensors:
+    ZeRO++'s collectives use the following members besides the fields. The planner simulates the collectives with units
+    without tensors (planner/simulator.py), which implement these members:
 
         gather.py    is_sharded, is_frozen, fingerprint, shard_reader, input_reader, check_shard_reader
-        reduce.py    trained, segments_of, has_gradients, add_to_gradients; through FSDP2 also clear_gradients,
-                     list_once, fill_gradients, with_gradient
+        reduce.py    trained, segments_of, has_gradients, add_to_gradients
+
+    In a backward of FSDP2, which the planner does not run, reduce.py also uses clear_gradients, list_once,
+    fill_gradients and with_gradient.
     """
 
-    name: str = ""  # names in the model of the unit's modules, for messages to the user
+    name: str = ""  # names of the unit's modules in the model, for messages to the user
     modules: tuple[FSDPModule, ...]  # the modules of one `fully_shard` call, usually one
     parameters: tuple[UnitParameter, ...]  # the unit's parameters in FSDP2's flat order
     num_shards: int = 1  # number of ranks over which dim 0 of each parameter is sharded
@@ -203,7 +205,8 @@ class Unit:
     def list_once(self) -> None:
         """Make FSDP2 visit this unit once at the end of a backward, not once per module of the unit.
 
-        torch 2.11 lists a unit of several modules several times. It would reduce such a unit again, with zeros.
+        torch 2.11 lists a unit of several modules several times. FSDP2 would reduce the unit again for each further
+        entry in the list, with zeros.
         """
         if len(self.modules) > 1:
             states: list[Any] = self.modules[0]._get_fsdp_state()._state_ctx.all_states
