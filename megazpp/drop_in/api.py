@@ -107,7 +107,7 @@ def zeropp(
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # FSDP2 keeps the root's parameters gathered after a forward; ZeRO++ needs its shards
+                module.reshard()  # FSDP2 keeps the root's parameters gathered after a forward; ZeRO++ needs shards
         mesh, expert_mesh = _meshes_of(model)
         cluster = _find_cluster(mesh, ranks_per_node)
     else:
@@ -371,8 +371,8 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
     """Return the `Cluster` of the job: the number of nodes, and the number of ranks on each node.
 
     Args:
-        mesh: mesh of the model; it must have all ranks.
-        ranks_per_node: number of consecutive ranks that share a node. If it is None, the ranks tell each other on which
+        mesh: mesh of the model, which must contain all ranks of the job.
+        ranks_per_node: number of consecutive ranks that share a node. None lets the ranks tell each other on which
             hosts they run.
     Raises:
         ValueError: the mesh lacks ranks, or `ranks_per_node` does not divide their number.

@@ -112,8 +112,8 @@ class GuestDims(ParallelDims):
             return found
         options = None if backend else axis_options(axis, self.layout, NcclConfig())
         if options is None:
-            # Name a back end: without it and without options, `make_group` would return the default group for an axis
-            # of all ranks of the job. The program may use the default group while hops are pending.
+            # Name a back end: with neither back end nor options, `make_group` would return the default group for an
+            # axis of all ranks of the job. The program may use the default group while hops are pending.
             backend = backend or dist.get_backend()
         return make_group(list(self.layout.axis_groups(axis)), name, options, backend=backend)
 

@@ -67,8 +67,9 @@ class Handle(Sharding):
     ) -> None:
         super().__init__(model, units, zero, comms, counter)
         self._accumulation, self._layout, self.replaced = accumulation, layout, replaced
-        # If a module belongs to several units, keep only their highest ZeRO stage. A unit on one rank has stage 2, but
-        # FSDP2's settings, such as freeing the weights after a forward (stage 3), are one per module.
+        # If a module belongs to several units, keep only the highest ZeRO stage of these units. A unit on one rank has
+        # stage 2, other units stage 3. But FSDP2's settings, such as freeing the weights after a forward (stage 3),
+        # hold for a whole module.
         stages = sorted(self._modules, key=lambda each: each[1])
         self._modules = list(dict(stages).items())
         self._watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
@@ -170,8 +171,8 @@ class Handle(Sharding):
         """Save ZeRO++'s own state of this rank next to a program's checkpoint, so that a resumed run is bit-identical.
 
         The state consists of the weights to which lossless deltas are added, and of the error feedback. Call this
-        method on all ranks between steps, when the program saves the model. It writes one file per rank, named by the
-        layout of the ranks. It writes no file if there is no such state (`keeps_state`).
+        method on all ranks between steps, when the program saves the model. Each rank writes one file, whose name has
+        the sizes of the mesh axes and the rank. If there is no such state (`keeps_state`), no rank writes a file.
 
         Args:
             folder: folder of the program's checkpoint; it is created if necessary.

@@ -112,7 +112,7 @@ class LateSum:
 class ProgramReduce(SummingReduce):
     """The base class of the reduce-scatters in a model of `megazpp.zeropp`, in one hop and in two hops.
 
-    With overlap, it adds sums over ranks to `.grad` at the end of a backward. It reads FSDP2's settings at each use,
+    With overlap, sums over ranks are added to `.grad` at the end of a backward. FSDP2's settings are read at each use,
     because the program may change them.
     """
 
@@ -281,13 +281,13 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
         # Partial sums of earlier backwards inside `Handle.accumulate`, None if there are none. Only tasks of the local
         # queue access them.
         self._node_sums: NodeSums | None = None
-        # `.grad` of each parameter from `begin` to `end` of a reduction inside `Handle.accumulate`, otherwise None:
-        # FSDP2 sets `.grad` to zeros meanwhile, and `end` puts the saved gradients back
+        # From `begin` to `end` of a reduction inside `Handle.accumulate`: the earlier `.grad` of each parameter. FSDP2
+        # sets `.grad` to zeros meanwhile, and `end` puts the earlier gradients back. Otherwise None
         self._aside: list[Any] | None = None
         # Indices of the parameters for whose gradients `kept_errors`, the error feedback, has room
         self._errors_of: tuple[int, ...] = ()
-        # False from a cross-node hop until an optimizer step uses its result. If it is False, `begin` drops the error
-        # feedback of gradients that the program has cleared.
+        # False from a cross-node hop until an optimizer step uses the hop's result. Meanwhile `begin` drops the error
+        # feedback of gradients that the program has cleared, which no step has used.
         self._errors_settled = True
         self._present: set[int] = set()  # indices of the parameters for which this rank has a gradient to reduce
         # Cache of the tensors that `_flags_of` returns, by their values as a tuple of bools. Without the cache, each

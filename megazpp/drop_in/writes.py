@@ -239,7 +239,7 @@ class WatchedGather(ProgramGather):
         return True
 
     def _crossings(self, *, early: bool = False) -> Iterable[InterNodeMessage]:
-        """Return the kinds of the messages that all ranks must send of this unit between nodes now, as they have voted.
+        """Return the kinds of messages that all ranks must send of this unit between nodes now, as ranks have voted.
 
         The result has at most two kinds. DIFFERENCE is a weight delta, or only the trained parameters if nodes exchange
         no weight deltas. KEYFRAME is the weights of all parameters. See `TwoHopGather._crossings` for `early`.
@@ -516,7 +516,9 @@ class WriteWatch:
             gather.ballot = ballot
 
     def _restore(self) -> None:
-        """Restore the resident weights that `Handle.load` has read, for units whose weights they fit on all ranks.
+        """Restore the resident weights that `Handle.load` has read; drop those that do not fit a unit on all ranks.
+
+        Resident weights fit a unit if they were saved together with the unit's present weights.
 
         A forward calls this method, and not `Handle.load`: a program may load the model's weights after `Handle.load`.
         """
