@@ -72,7 +72,8 @@ class LaunchConfig(Config):
         distributed_timeout_seconds_after_init: limit for steps after the first one, when kernels are compiled and ranks
             are connected: seconds without progress, after which the job counts as hung and is ended (default: half of
             --distributed-timeout-minutes).
-        local_rank: ignored; accepted because old launchers pass it (the environment decides).
+        local_rank: ignored, because the environment variables of the launcher set the rank; accepted because old
+            launchers pass it.
         seed: seed for the initial weights, the data order and dropout.
     """
 

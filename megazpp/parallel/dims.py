@@ -1,6 +1,6 @@
 """The device mesh of a layout, and this rank's mesh axes with their process groups.
 
-Only this file decides which process groups exist. For models of other programs, drop_in/dims.py decides it.
+Only this file decides which process groups exist, and for models of other programs drop_in/dims.py.
 
 | axis          | the ranks along the axis                      | data communicated                         |
 |---------------|-----------------------------------------------|-------------------------------------------|
@@ -368,7 +368,7 @@ def make_group(
 
 
 def default_timeout(world: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of the collectives of `world`, the default process group; None if its back end has none.
+    """Return the timeout of collectives of `world`, the default process group; None if no back end has a timeout.
 
     torch does not pass this timeout on to new groups, so callers set it for each group that they create.
     """
@@ -431,7 +431,7 @@ def ranks_that_share(axis: MeshAxis, folder: Path, owner: int = 0) -> list[bool]
     every rank looks for it.
 
     Args:
-        axis: axis over ranks whose process group can be used for work on files; see `open_axis`.
+        axis: axis over the ranks to compare, along which small objects are exchanged.
         folder: path of the folder, which exists on the owner's host.
         owner: index of the rank in `axis` that creates the subfolder.
     Raises:

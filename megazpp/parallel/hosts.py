@@ -98,8 +98,9 @@ class Hosts:
         self._leaving, self._done = threading.Event(), threading.Event()
         self._mistake: ValueError | None = None  # error in this host's flags, found by the launcher's thread
         # Only node 0 uses the next three attributes. `_others`: name and IP address of each other host by --node-rank.
-        # `_seen`: nodes that have been connected to the store since all hosts have joined. `_killed`: those of the
-        # nodes in `_seen` whose processes have been killed
+        # `_seen`: node ranks of the hosts whose connection to the store node 0 has seen since all hosts have joined.
+        # `_killed`: node ranks in `_seen` of the hosts that have lost all connections, because their processes were
+        # killed
         self._others: dict[int, tuple[str, str]] = {}
         self._seen, self._killed = set[int](), set[int]()
 

@@ -11,8 +11,8 @@ the ring that would take the same time.
 All process groups of an axis are measured at the same time, as they run in training. If several ranks share a network
 adapter, the measured bandwidth is therefore the fraction that one rank gets.
 
-The device's speed is measured by matrix products of the run's shape, by copies and, on a CPU, by lossless deltas. It is
-the speed of the slowest rank. All ranks run at the same time, so CPU ranks share the cores as in training.
+The device's speed is measured by matrix products of the run's shape, by copies and, on a CPU, by lossless deltas. The
+result is the speed of the slowest rank. All ranks run at the same time, so CPU ranks share the cores as in training.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
 def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float]) -> Link:
     """Return the bandwidth and latency of the ring that two measured all-gathers describe.
 
-    At least half of the large all-gather's time counts as time for its bytes. Otherwise other load on the machine that
-    delays the small all-gather would make the bandwidth appear too large.
+    At least half of the large all-gather's time counts as time for its bytes, not as latency. Otherwise the bandwidth
+    would appear too large if other load on the machine has delayed the small all-gather.
 
     Args:
         num_ranks: number of ranks of the all-gathers.

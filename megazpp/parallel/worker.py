@@ -146,8 +146,8 @@ def worker_process(
     )
     worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts, began=began)
 
-    # Run the caller's block. The barrier after it keeps a rank from ending while other ranks use its connections. Its
-    # span lets the watchdog notice a rank that never arrives, for example because it waits for a server of wandb.
+    # Run the caller's block, then a barrier, so that no rank ends while other ranks use its connections. The barrier's
+    # span lets the watchdog notice a rank that never arrives, for example because the rank waits for a server of wandb.
     try:
         yield worker
         with watchdog.span("barrier at the end"):
