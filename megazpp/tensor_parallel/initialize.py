@@ -84,7 +84,7 @@ def _draw_experts_(
     if isinstance(parameter, DTensor):
         target = parameter.to_local()
         rows = distribute_tensor(rows, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
-    # `rows` has the indices of this rank's rows in the unsharded parameter, `size` the number of rows of each expert.
+    # `rows` has the indices of this rank's rows in the unsharded parameter, `size` the number of rows of an expert.
     rows, size = rows.cpu(), spec.matrices[0]
     for expert in rows.div(size, rounding_mode="floor").unique().tolist():
         matrix = draw_parameter(f"{name}.{expert}", (size, *target.shape[1:]), spec, seed=seed, device=draw_device)

@@ -207,7 +207,7 @@ def _gradients(
         grads: gradients [S, B, out/T] of the outputs of the layers.
         x: input of the layers, or this rank's slice of it with `split`.
         weights: weights of the layers.
-        needed: one bool per weight, then one per bias. The gradient is None where it is False.
+        needed: one bool per weight, then one per bias: True if its gradient is computed, False for None instead.
         split: True if x is a slice of the sequence.
         tp: tensor-parallel axis.
     """

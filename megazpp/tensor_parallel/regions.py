@@ -14,8 +14,8 @@ hidden), so that a slice of the sequence is contiguous. T is the size of the axi
 | collect_sequence         | all-gather along S          | this rank's slice           |
 
 A tensor-parallel region of a layer begins with `copy_to_region` and ends with `reduce_from_region_`. With sequence
-parallelism it begins with `gather_sequence` and ends with `reduce_scatter_sequence`, which send the same number of
-bytes.
+parallelism it begins with `gather_sequence` and ends with `reduce_scatter_sequence`. Both pairs send the same number of
+bytes in forward, and also in backward.
 
 `exchange_rows` is for expert parallelism: it sends tokens to the ranks of their experts and back (model/moe.py).
 
