@@ -12,8 +12,8 @@ the fastest links connect neighboring positions. The axes are nested, innermost 
 
     position = (((group * replicate + replica) * cross + domain in replica) * local + local index) * tp + tp index
 
-Context parallelism (cp) splits samples over consecutive ranks of a shard group, or over replicas if a shard group has
-one rank. Parameters are sharded over all ranks of the shard group, as without context parallelism.
+Context parallelism (cp) splits each sample over consecutive ranks of a shard group, or over replicas if a shard group
+has one rank. Parameters are sharded over all ranks of the shard group, as without context parallelism.
 
     2 nodes x 4 ranks, tp 2      block order: node 0: [0 1] [2 3]     cyclic order: node 0: [0 2] [4 6]
                                               node 1: [4 5] [6 7]                   node 1: [1 3] [5 7]
