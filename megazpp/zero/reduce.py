@@ -129,7 +129,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         assert op == dist.ReduceOp.SUM, f"collectives of gradients support only SUM, but FSDP2 asked for {op}"
         # ---- add up the elements of this rank's gradients, if `watch` was called
         if self._watched:
-            # A maximum would show a NaN or Inf too, but takes 16 times as long on the CPU as a sum in this dtype.
+            # A maximum would show a NaN or Inf too, but takes 16 times as long on the CPU as a sum in the same dtype.
             total = input_tensor.sum()
             self.total = total if self.total is None else self.total + total
         self.reduce(input_tensor, output_tensor)

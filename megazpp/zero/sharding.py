@@ -345,7 +345,8 @@ class Sharding:
         """Return sums over the elements of this rank's unreduced gradients since `watch_gradients`.
 
         The result maps a parameter's name to a scalar tensor, which is the sum over all gradients of the parameter's
-        sharding unit. Returns None for stage 0, where FSDP2 all-reduces the gradients itself.
+        sharding unit. Returns None if no unit is sharded, as in stage 0 or with one data rank: this class then has no
+        reduce-scatter through which the gradients pass.
         """
         if not self._watchable:
             return None
