@@ -409,7 +409,8 @@ class WriteWatch:
         if ballot is None:
             return
         # All ranks send every kind of message for which any rank has voted. So this rank can send the kind for which it
-        # has voted itself before it knows the other ranks' votes.
+        # has voted itself before it knows the other ranks' votes. Only a keyframe must wait for them if another rank
+        # may have voted for DIFFERENCE, which all ranks send first.
         index, own = self._index[gather], InterNodeMessage(ballot.own[self._index[gather]] & ~LATE)
         if own == InterNodeMessage.KEYFRAME and not gather.has_parts:
             yield InterNodeMessage.KEYFRAME
