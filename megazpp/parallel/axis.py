@@ -114,6 +114,9 @@ class MeshAxis:
         timeline: recorder of a span for each collective; None creates a new one.
         queue: communication queue in which the axis's collectives overlap with compute. None creates one on first use,
             a separate thread (CPU) or stream (CUDA).
+    Attributes:
+        size: number of ranks along the axis.
+        key: string by which a graph of torch.compile finds this axis, unique in the process.
     """
 
     def __init__(

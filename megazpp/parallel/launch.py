@@ -69,8 +69,8 @@ GRACE_SECONDS = 3.0
 # collectives have something to send
 MOST_CPU_WORKERS = 4
 # Signals on which workers finish the step, save and exit with 0. SIGHUP arrives when a terminal is closed, for example
-# because an ssh connection ends. Batch systems send the last three before they end a job: Slurm the signal of its
-# option --signal, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
+# because an ssh connection ends. Batch systems send one of the last three before they end a job: Slurm the signal that
+# its option --signal names, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # Environment variable with the number of restarts so far; torchrun and MegaZ++'s launcher both set it.
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
