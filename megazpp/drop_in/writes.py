@@ -14,7 +14,7 @@ each forward of an outermost FSDP2 module begins with a vote, one byte per unit 
     result       for each unit, all ranks send every kind of message for which any rank has voted
 
 A rank that votes for whole weights of a unit that can send nothing less (`WatchedGather.has_parts` is False) knows the
-result, and sends at once. So in a training step without weight deltas and frozen parameters, gathers do not wait for
+result, and sends at once. So in a training step without weight deltas or frozen parameters, gathers do not wait for
 votes. A rank that votes for a weight delta or the trained parameters sends them at once, and then waits for the result.
 All other ranks wait for the result first. A wait takes 1.5 round trips between nodes, because gloo announces a message
 before it sends the message.

@@ -79,8 +79,8 @@ class Pending(dist.Work):
 class CountedGather(DefaultAllocMixin, AllGather):
     """The all-gather of a unit's weights in one hop over the shard axis, like FSDP2's own.
 
-    The traffic counter counts the bytes that this all-gather sends. It gathers the flat shards of the W ranks of the
-    shard axis, n elements each, to a tensor [W n].
+    The result is a tensor [W n] with the flat shards of the W ranks of the shard axis, n elements each. The traffic
+    counter counts the bytes that this all-gather sends.
     """
 
     def __init__(self, unit: Unit, context: CommContext) -> None:
