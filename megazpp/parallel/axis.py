@@ -188,7 +188,7 @@ class MeshAxis:
         return out
 
     def reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:
-        """Sum the tensors `x`, [size * n, ...], of all ranks of the axis, and return this rank's slice, [n, ...].
+        """Sum `x`, [size * n, ...], over all ranks of the axis, and return this rank's slice of the sum, [n, ...].
 
         Args:
             x: this rank's contribution to the slices of all ranks, in axis order, n rows each.

@@ -32,7 +32,7 @@ The groups of NCCL have these options:
 | local         | high     | NCCL's    | the next layer waits for it. The same holds for shard inside one node        |
 | cross         | normal   | from flag | it has a whole step to finish, and should leave SMs to the matmuls meanwhile |
 | replica_group | normal   | from flag | the same as cross, with several steps to finish                              |
-| others        | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies: NCCL's defaults |
+| others        | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies                  |
 
 "From flag" is --nccl-cross-max-ctas. Since torch 2.8 a blocking collective runs on the caller's stream. The caller of
 a hop is its communication queue, whose stream has the same priority (comm_queue.py). The process group's internal
