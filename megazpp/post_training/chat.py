@@ -1,8 +1,8 @@
 """Conversion of conversations (lists of messages) to text by Jinja chat templates, which transformers renders.
 
-A supervised run may train on the assistant's words only. A template can mark these words by {% generation %} and
-{% endgeneration %}. In a template without these tags, the assistant's words are the text that each message of the
-assistant adds to the rendered conversation.
+With --assistant-only-loss, supervised training predicts only the assistant's words. A template can mark these words by
+{% generation %} and {% endgeneration %}. In a template without these tags, the assistant's words are the text that each
+message of the assistant adds to the rendered conversation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megazpp.data.tokenizer_folder import import_package, with_template
 from megazpp.post_training.config import ChatConfig, parse_json, parse_object
 
 Message = Mapping[str, Any]
+# The text of a conversation, and the ranges (start, end) of its characters that are the assistant's words
 Spans = tuple[str, list[tuple[int, int]]]
 
 # Template for tokenizers without a template: ChatML in plain text, without special tokens. The assistant's turn ends
@@ -39,7 +40,8 @@ RENDER_SECONDS = 10.0  # limit of the CPU time for rendering one conversation
 MOST_CHARACTERS = 20_000_000  # limit of a rendered conversation's length; this many characters are millions of tokens
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Pattern that occurs in the source of chat templates which handle messages whose content is a list of parts
+# Pattern that occurs in the source of chat templates which handle messages whose content is a list of parts. For other
+# templates, `_joined` makes one string of the parts.
 _READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
 # A conversation for finding out how a template ends the assistant's turn
 _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "user")]
@@ -50,7 +52,8 @@ class ChatTemplate:
 
     Args:
         tokenizer: tokenizer with the special tokens, and with the template if `source` is None.
-        source: Jinja source of the template; None for the template that transformers selects from the tokenizer's.
+        source: Jinja source of the template; None for the template that transformers selects from the tokenizer's
+            templates, or `DEFAULT_TEMPLATE` if the tokenizer has none.
         name: description of the template for error messages, such as "--chat-template FILE".
         variables: further variables of the template, such as the values of --chat-template-kwargs.
         system_prompt: system message to put before conversations that have none; None adds no message.
@@ -97,7 +100,8 @@ class ChatTemplate:
             files: contents of the tokenizer's files, by name.
 
         Returns:
-            the files, unchanged if the run has rendered no conversation or has used the tokenizer's own template.
+            the files. They are unchanged if the tokenizer has no files, or if the run has rendered no conversation or
+            has used the tokenizer's own template.
         """
         changes = self.used and (self._source is not None or self._tokenizer.chat_template() is None)
         return with_template(files, self.source(None)) if changes and files else dict(files)
@@ -263,15 +267,18 @@ def _compiled(source: str, name: str, conversations: list[Any], **options: Any) 
             "conversation, or correct the template"
         )
     for text in texts:
-        text.encode()  # raises an error for half a surrogate pair, with which some tokenizers raise a TypeError
+        # Raise a UnicodeEncodeError (a ValueError) for half a surrogate pair: some tokenizers would raise a TypeError
+        # for it, which is not reported as a mistake in the data
+        text.encode()
     return texts, spans
 
 
 @contextlib.contextmanager
 def _time_limit() -> Iterator[None]:
-    """Return a context that raises a TimeoutError after `RENDER_SECONDS` of CPU time; for the main thread only.
+    """Return a context that raises a TimeoutError after `RENDER_SECONDS` of CPU time.
 
-    The limit is needed because a chat template is a program from the tokenizer's author, which may loop for hours.
+    The limit is needed because a chat template is a program from the tokenizer's author, which may loop for hours. Only
+    the main thread can use the context, because Python handles signals in that thread only.
     """
 
     def stop(*_: object) -> None:
@@ -290,6 +297,9 @@ def _time_limit() -> Iterator[None]:
 
 
 def _joined(message: Message) -> Message:
-    """Return a message whose text parts are joined to one string, for a chat template that expects strings."""
+    """Join the text parts of a message to one string, for a chat template that expects strings; return the message.
+
+    A message whose content is already a string is returned unchanged.
+    """
     content = message.get("content")
     return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message

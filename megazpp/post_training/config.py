@@ -1,8 +1,9 @@
 """Command-line flags of post-training, with TRL's names and TRL's defaults for each objective.
 
-Means of losses are over the optimizer step on all ranks, and whitening is over all completions of a generation. In TRL
-some of these means are over a process or a micro-batch. tests/post_training/test_trl_defaults.py lists each default
-that differs from TRL's, with its reason.
+A generation is the set of completions that all ranks sample at once, for one or several optimizer steps. Losses are
+averaged over all micro-batches and ranks of an optimizer step, and values are whitened over all completions of a
+generation. TRL averages or whitens some of these over one process or one micro-batch only.
+tests/post_training/test_trl_defaults.py lists each default that differs from TRL's default, and the reason.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROLLOUTS = ("grpo", "ppo")  # objectives that train on sampled completions of th
 # Values of the argument `needs` of `flag`, which names the objectives with which a flag may be used
 GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))
 REFERENCE, CHOSEN_LOSS = f"{DRAWN} dpo", f"{GRPO} dpo"
+# By objective: the allowed values of --loss-type, and the defaults of --loss-type, --beta and --lr
 LOSS_TYPES: dict[str | None, tuple[str, ...]] = {"dpo": get_args(PairLoss), "grpo": get_args(TokenLoss)}
 DEFAULT_LOSS: dict[str | None, tuple[str, ...]] = {"dpo": ("sigmoid",), "grpo": ("dapo",)}
 DEFAULT_BETA: dict[str | None, float] = {"dpo": 0.1}
@@ -54,19 +56,20 @@ class PostTrainingConfig(Config):
     Attributes:
         objective: training objective: sft, imitate examples; reward, train a scalar head to prefer the better answer;
             dpo, prefer the better answer directly; grpo, compare rewards of sampled completions within groups; ppo,
-            compare them with a value head.
+            compare these rewards with the estimates of a value head.
         ref_load: folder of the reference model's checkpoints (default: the model that this training began with,
             --load).
         ref_ckpt_step: iteration of the reference model's checkpoint (default: the latest).
         ref_checksum: required checksum of the frozen base weights with --lora-r (default: the checksum at the first
             start).
-        reward_load: checkpoints of a trained reward model, whose score is added to --reward-funcs' rewards.
+        reward_load: folder of a trained reward model's checkpoints; its score is added to the rewards of
+            --reward-funcs.
         beta: weight of the divergence from the reference model (default: dpo 0.1, grpo 0).
         loss_type: loss functions, which are added for dpo: some of sigmoid, hinge, ipo, robust, nca_pair, bco_pair,
             sppo_hard, apo_zero, apo_down, sft (default: sigmoid); for grpo, one of grpo, bnpo, dr_grpo, dapo, cispo
             (default: dapo). bnpo and dapo are equal here, because both count the tokens of the whole step. cispo
             truncates the ratio at --epsilon-high (often 5).
-        loss_weights: weight of each of --loss-type in the sum (default: 1 each).
+        loss_weights: weight in the sum of each loss function of --loss-type (default: 1 each).
         label_smoothing: assumed fraction of wrong preferences, for --loss-type robust.
         center_rewards_coefficient: weight of the squared sum of both scores of a pair in the loss, which keeps the mean
             score at 0.
@@ -78,8 +81,8 @@ class PostTrainingConfig(Config):
             free the reference model; --data-cache-path keeps the log-probabilities for other runs.
         num_generations: number of completions of each prompt, on one or several ranks.
         max_completion_length: largest number of tokens of a completion.
-        rollouts_at_once: completions that a data-parallel rank samples in one batch, with keys and values in memory
-            (default: all).
+        rollouts_at_once: number of completions that a data-parallel rank samples in one batch, whose keys and values
+            are in memory together (default: all of its completions).
         steps_per_generation: optimizer steps of one pass over a generation of completions; TRL counts micro-batches.
         num_iterations: number of passes over each generation of completions.
         epsilon: clip range of the ratio to the old policy, 1 - epsilon to 1 + epsilon.
@@ -89,7 +92,8 @@ class PostTrainingConfig(Config):
         use_bias_correction_kl: multiply the divergence from the reference by the ratio, for an unbiased gradient.
         scale_rewards: divisor of advantages: the standard deviation of the rewards of a prompt's completions (group),
             of all completions (batch), or 1 (none) (default: group; none with rloo).
-        advantage_estimator: baseline of a reward: the mean over the prompt's completions (grpo), or the others (rloo).
+        advantage_estimator: baseline of a reward: the mean reward of all completions of the prompt (grpo), or of its
+            other completions (rloo).
         mask_truncated_completions: no loss on completions that reached the token limit.
         kl_coef: weight of the divergence from the reference model in the rewards of tokens.
         cliprange: clip range of the ratio to the old policy, 1 - cliprange to 1 + cliprange.
@@ -191,7 +195,7 @@ class PostTrainingConfig(Config):
 
     @property
     def losses(self) -> tuple[Any, ...]:
-        """The names of the loss functions to add: --loss-type or its default; () for objectives without the flag."""
+        """The loss functions whose sum is the loss: --loss-type or its default; () for objectives without the flag."""
         return self.loss_type or DEFAULT_LOSS.get(self.objective, ())
 
     @property

@@ -1,30 +1,29 @@
 """Datasets of post-training, and the micro-batches that are made of their samples or of sampled completions.
 
-A dataset gives the supervised example, pair of answers, or prompt of each sample number.
+A sample of a dataset is a supervised example, several of them with --packing, a pair of answers, or a prompt. N is the
+number of samples in one epoch.
 
-Each epoch is a separate permutation of the N examples, which depends on the seed and the number of the epoch. Sample i
-is example number i mod N of the permutation of epoch i // N. The samples of a step therefore depend on the number of
-consumed samples, and not on the number of ranks.
+In training, each epoch is a separate permutation of these N samples, which depends on the seed and the number of the
+epoch. Sample i of the run is number i mod N in the permutation of epoch i // N. Held-out datasets keep the order of the
+files. The samples of a step therefore depend on the number of consumed samples, and not on the number of ranks.
 
-Samples are [rows, S + 1] int64 tensors with S = --max-length, padded on the right. All samples of a dataset have the
-same size, so `BatchLoader` handles them like pretraining's samples. Their rows are:
+Samples of examples and pairs are [rows, S + 1] int64 arrays with S = --max-length, padded on the right. All samples of
+a dataset have the same size, so `BatchLoader` handles them like pretraining's samples. Their rows are:
 
     supervised    tokens, mask, positions
     pairs         preferred tokens, mask, rejected tokens, mask; the last row begins with the number of the pair and the
-                  bits of its margin
+                  bits of its fp32 margin
 
-A mask is 1 where the token is to be predicted. Micro-batches are cut to their longest row, rounded up (`shortened`).
+A mask is 1 where the token is to be predicted. Sampled completions are also laid out in rows of S inputs. `shortened`
+then cuts each micro-batch after its longest answer, rounded up as `row_multiple` says.
 
 With --packing a sample holds several examples, each with positions from 0. They are packed once for all epochs, by
 best fit in the order of decreasing length (TRL's `bfd`).
 
-Supervised training uses pretraining's `MicroBatch`. All batches begin with the fields of a `MicroBatch`, so the model
-is called with each of them in the same way. Position t of a row refers to the label at t. `loss_mask[:, t]` is 1 where
-`labels[:, t]` is a token of the answer, and a log-probability at t is the one of that label. A value at t estimates
-the reward that follows the tokens up to and including `tokens[:, t]`.
-
-Rows of datasets, and of the completions of one generation, have --max-length tokens. `shortened` cuts each micro-batch
-to its longest answer.
+Supervised training uses pretraining's `MicroBatch`. The other batches begin with the fields of a `MicroBatch`, so the
+model is called with each of them in the same way. At index t of a row are the input `tokens[:, t]` and the token after
+it, `labels[:, t]`. `loss_mask[:, t]` is 1 where this label is a token of the answer. A log-probability at t is the
+label's. A value at t estimates the reward that follows the tokens up to and including `tokens[:, t]`.
 
 Legend: B pairs or completions of a micro-batch, S tokens of a row.
 """
@@ -70,7 +69,7 @@ class EpochOrder:
         return self._num_samples
 
     def place(self, index: int) -> int:
-        """Return the number of the example, in the order of the files, that becomes sample `index`."""
+        """Return which of the N samples of an epoch, counted in the order of the files, becomes sample `index`."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples} does not exist: indices begin with 0")
         epoch, place = divmod(index, self._size)
@@ -81,7 +80,7 @@ class EpochOrder:
         raise NotImplementedError
 
     def order(self) -> str:
-        """Return a digest of the contents, number and order of all samples; a resumed run finds changed data by it."""
+        """Return a digest of the dataset's samples in their order, with which a resumed run detects changed data."""
         return cache_key(digest=self._digest, size=self._size, seed=self._seed)
 
     def sources(self) -> list[Source]:
@@ -172,7 +171,7 @@ class PreferenceDataset(EpochOrder):
 
 
 class PromptDataset(EpochOrder):
-    """Dataset of prompts for which completions are sampled."""
+    """Dataset of prompts for which completions are sampled. Its samples are `Prompt` objects."""
 
     def __init__(self, prompts: Sequence[Prompt], **order: Any) -> None:
         self._prompts = prompts

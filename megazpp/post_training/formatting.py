@@ -12,9 +12,11 @@ This is one file of more than 300 lines, because all formats of lines share thei
 
 With the objective reward, a column `margin` may hold the number by which the preferred answer's score should be higher.
 
-Each of these columns holds a string, or a conversation, which is a list of messages with role and content. The
-tokenizer's end-of-document token is added after a complete string. A conversation ends as its chat template says.
-Prompt and answer are tokenized as one text, and a token with characters of both belongs to the answer.
+A conversation is a list of messages, each with a role and a content. `messages` holds a conversation, `text` a string,
+and each of `prompt`, `completion`, `chosen` and `rejected` either of them. A chat template converts a conversation to
+text, and alone decides how this text ends. After `text`, and after an answer that is a string, the tokenizer's
+end-of-document token is added. Prompt and answer are tokenized as one text, and a token with characters of both belongs
+to the answer.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ Record = Mapping[str, Any]
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 # A text, the ranges (start, end) of its characters that are trained on, and True if the tokenizer adds special tokens
-# and the end-of-document token. It adds no tokens to the text of a chat template, which contains them (as in TRL 1.16).
+# and the end-of-document token. The last is False for a text from a chat template, which has written its special tokens
+# itself (as in TRL 1.16).
 Text = tuple[str, list[tuple[int, int]], bool]
 # Columns that may hold conversations, or variables of their chat templates
 _CHAT = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents", "chat_template_kwargs")

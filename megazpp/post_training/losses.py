@@ -161,7 +161,7 @@ def group_advantages(
 def nanstd(x: torch.Tensor) -> torch.Tensor:
     """Return the standard deviation of each row of [rows, n] numbers, as [rows, 1].
 
-    NaN entries are left out. The result is NaN for a row with fewer than two numbers.
+    NaN entries are left out. The result is NaN for a row with one number, and 0 for a row without numbers.
     """
     count = (~x.isnan()).sum(dim=1, keepdim=True)
     return ((x - x.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True) / (count - 1)).sqrt()
@@ -172,7 +172,8 @@ class TokenLosses(NamedTuple):
 
     Attributes:
         losses: [B, S] fp32 losses of the tokens.
-        clipped: [B, S] fp32, 1 where clipping removes the token's gradient, for metrics.
+        clipped: [B, S] fp32, for metrics: 1 where the clip range removes the token's gradient. For CISPO, 1 where the
+            ratio is truncated and the advantage is positive; the token keeps its gradient.
     """
 
     losses: torch.Tensor

@@ -108,9 +108,8 @@ class StepSums:
     def means(self) -> dict[str, float]:
         """Return the means and maxima of the step by metric name, equal on all ranks.
 
-        All ranks call this, and wait for the device.
-
-        A mean without values, or whose weights are all 0, is left out.
+        All ranks call this, and their hosts wait for the devices. A metric is left out if it has no values, or if the
+        weights of its values are all 0.
         """
         found: dict[str, float] = {}
         if self._sums:
@@ -380,4 +379,5 @@ def last_places(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _value_mask(batch: RolloutBatch) -> torch.Tensor:
+    """Return the [B, S] mask of the positions at which the value head is trained; `loss_mask` for a batch of GRPO."""
     return batch.loss_mask if batch.value_mask is None else batch.value_mask

@@ -2,8 +2,8 @@
 
 The estimates use the simulated step of planner/step.py. They give the peak memory of each phase:
 
-    drawing    sampling of completions (grpo, ppo): the gathered policy, and keys and values, but not the activations
-               of prompts
+    drawing    sampling of completions (grpo, ppo): the gathered policy, and the keys and values of its cache; the
+               activations of the forward that reads the prompts are not counted
     asking     a forward of the reference model or the reward model
     training   forward, backward and update of the policy, or of its adapters on a frozen base
 
@@ -87,6 +87,7 @@ def plan_models(
     whole = plan._replace(layout=dataclasses.replace(plan.layout, ep=1))
 
     def asked_in(bits: int | None) -> Counter[Memory]:
+        """Return the peak bytes during a forward of a frozen model, packed in `bits` bits (None: the dtype's own)."""
         step = make(prepare=_freeze, frozen_bits=bits, plan=whole)
         step.run_forward()
         return step.ledger.peak

@@ -58,7 +58,7 @@ class FrozenModel:
     def logps(self, batch: Any) -> torch.Tensor:
         """Compute the reference model's fp32 log-probabilities of a batch's labels: [B, S] for B rows of S tokens.
 
-        If the model is a policy with adapters, they are off, so that it computes as before training.
+        If the model is a policy with adapters, its adapters are off, so that the model computes as before training.
         """
         with adapters_off(self._model):
             head = TokenHead(batch.labels, temperature=self._temperature)

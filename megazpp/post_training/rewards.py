@@ -3,7 +3,7 @@
 A reward function `f(prompts, completions, completion_ids, **columns)` returns a list with a number for each completion,
 or None for a completion without a reward. It may be a coroutine function (async def). Each prompt is a string or a list
 of messages, as in the data. Each completion is a string, or a list with one message of the assistant if the prompt is a
-list of messages. `completion_ids` are the token ids of the completions, including the token that ended them. `columns`
+list of messages. `completion_ids` are the token ids of each completion, including the token that ended it. `columns`
 are the other columns of the data, each as a list. All arguments are passed by name. A function without `**` gets only
 the arguments that it names.
 """
@@ -37,7 +37,8 @@ class RewardFunction(NamedTuple):
     """A reward function that --reward-funcs names.
 
     Attributes:
-        name: name of its metrics: the function's name, or the value of the flag if two functions have the same name.
+        name: name of the function in metrics and messages: its Python name, or the value of the flag if two functions
+            have the same Python name.
         function: the Python function.
     """
 

@@ -1,21 +1,23 @@
 """Data loading for GRPO and PPO: completions that are sampled from the policy, rewarded, and then trained on.
 
-Sampling, rewarding and the buffer are in one file, because all of them depend on the numbers of a generation's rows.
+Sampling, rewarding and the buffer are in one file, because all of them use the same numbering of a generation's
+completions.
 
 One generation samples the completions for `slices` x `passes` optimizer steps, and keeps them in a buffer. Its stages:
 
     sample          each data rank samples the completions that it trains on, while the policy's weights stay gathered;
                     the completions of one prompt may be on several ranks
     rewards         by reward functions and a reward model; all ranks get the rewards and lengths of all completions
-    old policy      log-probabilities (and values) by the training's forward in the training's micro-batches, so that
-                    the first probability ratio is 1; only for PPO, or if the policy changes before the buffer's last
-                    step
+    old policy      log-probabilities (and values) of the policy before its first update with these completions. They
+                    are computed by the same forward, in the same micro-batches, as in training, so that the probability
+                    ratio is exactly 1 in the first step. Only for PPO, or if the buffer is for more than one step
     reference       log-probabilities of the reference model
     advantages      from the rewards of the same prompt's completions (GRPO) or from values (PPO)
 
-A generation takes the prompts after the prompts of the generation before. Its completion number n belongs to its prompt
-number n // group size. The random numbers of a completion depend on the number of the generation and on n. So
-prompts and samples do not depend on the parallel layout. A checkpoint contains the buffer unless it is used up.
+A generation takes the prompts that follow those of the generation before it. Completions and prompts of a generation
+are numbered from 0 over all ranks. Completion i belongs to prompt i // group size. Its random numbers depend on the
+seed, the number of the generation, and i. So prompts and samples do not depend on the parallel layout. A checkpoint
+contains the buffer if further steps still need it.
 
 Legend: n completions of this data rank, N completions of all ranks, S tokens of a row, F rewards of a completion.
 """
@@ -62,7 +64,8 @@ from megazpp.zero.sharding import Sharding, WeightHandle
 _KNOWN = RolloutBatch._fields[5:]
 # Fields of the configs of post-training and of sampling that decide neither which completions a generation has, nor
 # what the buffer stores about each completion. A run that is resumed with another value keeps the checkpoint's buffer.
-# Only resumed runs have --ref-checksum. It is compared with the frozen base weights when they are loaded.
+# --ref-checksum is among them, because a resume sets it even if the first start did not have it. The frozen base
+# weights are compared with it when they are loaded.
 _FREE = ("log_completions", "rollouts_at_once", "eval_on_start", "sample_prompt", "ref_checksum")
 
 
@@ -193,7 +196,7 @@ class Buffer(NamedTuple):
         number: number of the generation, a scalar tensor.
         table: [N, F + 2] fp64, for each of the N completions of all ranks: its F rewards, its number of tokens, and 1
             if a token ended it, or 0 if the token limit has cut it.
-        rows: [n] int64 numbers, within the generation, of the completions that this data rank trains on.
+        rows: [n] int64, the numbers of the completions that this data rank trains on, from 0 to N - 1.
         batch: batch of these n completions.
     """
 
@@ -264,6 +267,7 @@ class RolloutLoader(StatePart):
         iteration = self.start[0] + (consumed_samples - self.start[1]) // global_batch_size
         number, place = divmod(iteration, config.slices * config.passes)
         if self._buffer is None or int(self._buffer.number) != number:
+            # `consumed_samples` counts a completion once for each pass over it
             first = max(0, consumed_samples - place * global_batch_size) // config.passes // config.group_size
             self._buffer = self._generate(number, iteration + 1, first_prompt=first)
         self._used_up = place + 1 == config.slices * config.passes
@@ -333,7 +337,8 @@ class RolloutLoader(StatePart):
             drawn: token ids of the completions.
             texts: texts of the completions.
         Returns:
-            [n, F] fp64 rewards of n completions, with one column for each reward function and for the reward model.
+            [n, F] fp64 rewards of n completions: one column for each reward function, and then one for the reward model
+            if there is one.
         """
         rewards = self.sampler.judge(prompts, texts, drawn)
         if self.reward_model is not None:
@@ -355,7 +360,7 @@ class RolloutLoader(StatePart):
     def _settings(self) -> str:
         """Return the values of the flags that decide a generation's completions and the buffer, as JSON by field name.
 
-        A checkpoint stores this text. A resumed run uses the checkpoint's buffer only if its own text is equal.
+        A checkpoint stores this text. A resumed run uses the checkpoint's buffer only if it has the same values.
         """
         values = asdict(self.config) | asdict(self.sampler.config)
         given = {"global_batch_size": self.global_batch_size, "reward_funcs": self._reward_names}
@@ -514,6 +519,9 @@ class RewardEvaluator:
         """Sample a completion for each prompt, and return the mean reward, equal on all ranks. All ranks call this.
 
         The result is NaN if no completion has a reward. After a stop signal the sampler raises StopRequested.
+
+        Args:
+            between_batches: function that is called once, before the sampling; see `Evaluator`.
         """
         between_batches()
         loader, sampler = self.loader, self.loader.sampler

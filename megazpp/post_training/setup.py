@@ -43,7 +43,8 @@ from megazpp.run.start import own_checkpoints
 from megazpp.training.batches import BatchPlan
 
 CHECK_SECONDS = 1.0  # time limit for checking lines of data before workers start
-LONGEST = 1024  # TRL's default of --max-length; for a model with fewer positions, their number is the default
+# Default of --max-length, as in TRL. A model with fewer positions has the number of its positions as the default.
+LONGEST = 1024
 
 
 def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSource, CheckpointMetadata]:
@@ -55,8 +56,9 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     Returns:
         the completed flags, the checkpoint, and the checkpoint's metadata.
     Raises:
-        ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict it. Or a run with
-            another objective is to be resumed, or the checkpoint is a reward model's but the objective is not reward.
+        ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict the checkpoint. Or the
+            run would resume a run with another objective, or train a reward model's checkpoint with another objective
+            than reward.
     """
     given, problems = parsed.config.checkpoint, Problems()
     with problems:
@@ -66,7 +68,8 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
         if given.load is None:
             raise ValueError("--load is missing: give the folder of checkpoints that post-training begins with")
     problems.raise_all()
-    # With another --save, take only weights from --load, unless a restarted job has saved checkpoints of its own
+    # If --save is another folder than --load, take only weights from --load, unless this is a restarted job that has
+    # already saved checkpoints of its own
     if not saves_where_it_loads(given):
         given = dataclasses.replace(given, finetune=True)
     own = own_checkpoints(given, parsed.config.tracking, restarted=restarted)
@@ -307,7 +310,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
             raise ValueError(
                 f"--lora-dropout {lora.lora_dropout}: --objective {post.objective} does not use dropout; leave it out"
             )
-        # The user has not asked for LoRA dropout: the value is a setting of loaded adapters from their training
+        # The user has not given --lora-dropout: the value comes from the settings of the loaded adapters
         lora = dataclasses.replace(lora, lora_dropout=0.0)
     if (steps := config.values().get("diloco_steps")) is not None:
         raise ValueError(f"--diloco-steps {steps} is for pretraining, not --objective {post.objective}: leave it out")
@@ -328,6 +331,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         raise ValueError(
             f"--max-length {form.max_length} is longer than --max-position-embeddings {longest}: give at most that"
         )
+    # The value that each of these flags gets if the user has not given it
     free = {
         "lr": DEFAULT_RATE[post.objective],
         "ref_load": str(source.folder.path.resolve()),

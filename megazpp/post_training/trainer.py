@@ -117,8 +117,9 @@ class PostTraining:
     def _recorded_flags(self) -> dict[str, Any]:
         """Return the flags that checkpoints record in addition to the command line's values or in place of them.
 
-        A short --max-length does not shorten the context of the model, which generate.py and exports read from the flag
-        --seq-length of the checkpoint.
+        generate.py and exports take the model's context length from the flag --seq-length of a checkpoint. A short
+        --max-length must not shorten this context. So the recorded value is the larger of --max-length and the
+        --seq-length of the checkpoint from which this run starts.
         """
         assert self._start is not None, "post-training begins with a checkpoint"
         longest = max(self.form.max_length, self._start.record.flags.get("seq_length") or 0)
@@ -153,7 +154,9 @@ class PostTraining:
         data, plan = self.config.data, self.plan.batches
         template = load_chat_template(self.form, self.tokenizer)
         held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
-        if self.post.draws:  # a sample of the dataset is a prompt, so count the prompts of all generations
+        # With sampled completions, a sample of the dataset is a prompt. The run needs the prompts of all generations
+        # before its last step, and those of the complete generation in which its last step is.
+        if self.post.draws:
             steps, group = self.post.slices * self.post.passes, self.post.group_size
             consumed = plan.consumed_samples_at((plan.total_iterations - 1) // steps * steps)
             wanted = max(0, consumed) // self.post.passes // group + self.post.slices * plan.global_batch_size // group
