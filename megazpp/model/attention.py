@@ -33,8 +33,9 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megazpp.tensor_parallel.regions import exchange
 
-# Limits of --use-rope-scaling. Channels that turn at most LOW_TURNS times over the original context get their frequency
-# divided by the full factor. Channels that turn at least HIGH_TURNS times are unchanged.
+# Limits of --use-rope-scaling, as numbers of full rotations of a channel over the original context. Channels that turn
+# at most LOW_TURNS times get their frequency divided by the full factor. Channels that turn at least HIGH_TURNS times
+# are unchanged.
 LOW_TURNS, HIGH_TURNS = 1.0, 4.0
 MASKED_ON_CUDA = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # torch's kernels for masked attention on CUDA
 # Names of the arguments of torch's varlen_attn, which depend on torch's version: torch 2.11 has no `enable_gqa`.

@@ -103,8 +103,8 @@ def find_product(config: GPTConfig, device: torch.device) -> Product | None:
 def loop_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
     """Return why the matrices of a layer's experts are multiplied one by one, for the log.
 
-    None if torch's grouped matrix product can multiply them in one call. Before compute capability 9.0, that product is
-    itself a loop, in which the host waits for the device.
+    Return None if torch's grouped matrix product can multiply them in one call. Before compute capability 9.0, that
+    product is itself a loop, in which the host waits for the device.
 
     Args:
         config: config of a model with experts.

@@ -15,8 +15,8 @@ from megazpp.base.flags import Config, flag, spelling
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp_act"]
 ACTIVATIONS = ("swiglu", "squared_relu", "openai_gelu")  # flags of the MLP's activation, at most one; without one, GeLU
-# Limit of --num-layers, because a damaged model file may contain any number, and the words with which an error message
-# explains the limit
+# The limit of --num-layers, and the words with which an error message explains it. There is a limit because a damaged
+# model file may contain any number.
 MOST_LAYERS = (10_000, "the most that is supported")
 
 
@@ -122,7 +122,7 @@ class GPTConfig(Config):
         fp8_format: compute the matrix products of the layers' linear layers in float8, through torchao; needs --bf16
             and GPUs with compute capability 8.9 or later. e4m3 is used for all operands; hybrid uses e5m2 for
             gradients. Embedding, output layer, norms, adapters and communication do not change. Without --compile, each
-            cast takes several passes over memory. With tensor parallelism, the collectives of backward no longer
+            cast takes several passes over memory. With tensor parallelism, the collectives of backward do not
             overlap with matrix products.
         compile: apply torch.compile to each layer, in training and decoding, and to the computation of losses from
             logits. The first step takes longer and later steps take less time (default: on CUDA if its compilers are

@@ -6,8 +6,9 @@
 
 The suffix 8 marks an operand in float8. Each operand has one scale, which maps its largest absolute value to the
 largest number of the format. The scale is computed at every use, so there is no state to save (torchao's recipe
-"tensorwise"). NaN and Inf in an operand give NaN in the result. Backward keeps x and W in 16 bits, so FSDP2 and ZeRO++
-handle the same tensors as without float8. With tensor parallelism each rank scales its own slices.
+"tensorwise"). NaN and Inf in an operand give NaN in the result. x and W stay in 16 bits, also when they are saved for
+backward, so FSDP2 and ZeRO++ handle the same tensors as without float8. With tensor parallelism each rank scales its
+own slices.
 
 A cast takes several passes over memory; torch.compile fuses them. Source: `matmul_with_hp_or_float8_args` in
 torchao.float8. There are three differences: the gradient of the output is cast once for both backward products, a

@@ -40,7 +40,8 @@ from megazpp.tensor_parallel.layers import VocabParallelEmbedding
 from megazpp.tensor_parallel.parameters import ParameterSpec, local, local_parameters, places_of
 from megazpp.tensor_parallel.regions import collect_sequence, enter_region, reduce_from_region_
 
-# Dropout masks of a layer, for the outputs of attention and of the MLP. None if dropout is off or samples its own mask.
+# Dropout masks of a layer, for the outputs of attention and of the MLP. A mask is None if dropout is off, or if torch's
+# dropout samples the mask itself.
 Masks = tuple[torch.Tensor | None, torch.Tensor | None]
 # Type of a function that computes the result of the model's forward. Its arguments are the model, the hidden states
 # [S/C, B, H] after the final norm, and each sequence's router losses [B] fp32, summed over layers and multiplied by
@@ -216,8 +217,8 @@ class GPTModel(nn.Module):
     def _by_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Gather an output of the model over C context-parallel ranks, and put the batch first.
 
-        [S/C, B, ...] -> [B, S, ...] for B sequences of S tokens.
-        The result is a copy, not a view, because FSDP2 registers hooks on the tensors that its root module returns.
+        The shape changes from [S/C, B, ...] to [B, S, ...], for B sequences of S tokens. The result is a copy, not a
+        view, because FSDP2 registers hooks on the tensors that its root module returns.
         """
         return self._whole(x).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
@@ -235,9 +236,9 @@ class GPTModel(nn.Module):
         """Return the sharding units (FSDP2's parameter groups) in the order of use.
 
         Each unit is a list of modules whose parameters are gathered together. Parameters outside all lists belong to
-        the unit of the root module: a scalar head, and tied embeddings, whose weight is used at both ends of the model.
-        In a model with a scalar head the output layer is a separate unit, because a forward that computes only values
-        does not use it.
+        the unit of the root module. These are a scalar head and, with tied embeddings, also the embedding and the final
+        norm, because the embedding's weight is used at both ends of the model. In a model with a scalar head the output
+        layer is a separate unit, because a forward that computes only values does not use it.
         """
         layers: list[list[nn.Module]] = [[layer] for layer in self.layers]
         if self.output is None:
@@ -448,7 +449,7 @@ class MixtureLayer(TransformerLayer):
 
     In training with router losses, forward returns (residual stream, router losses). The router losses are [B] for B
     sequences; this rank has a partial sum of each. These losses must be an output, because FSDP2 registers its backward
-    hooks on the outputs of a layer. --compile compiles only the attention and the norms.
+    hooks on the outputs of a layer. --compile compiles only the attention with both norms, and the experts' gating.
     """
 
     mlp: MoE

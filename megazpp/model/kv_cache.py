@@ -52,7 +52,7 @@ class KVCache:
             mask_multiple = CUDA_MASK_MULTIPLE if torch.device(device).type == "cuda" and not on_host else 1
         self._multiple = mask_multiple
         self.lengths = [0] * batch
-        # `_next` [batch] is a copy of `lengths` on the device, where each row's next token gets its position from it.
+        # `_next` [batch] is a copy of `lengths` on the device, where the positions of the next tokens are computed.
         self._next = torch.zeros(batch, dtype=torch.int64, device=device)
         capacity = self._rounded(capacity)
         self.layers = [LayerCache(capacity, on_host=on_host) for _ in range(num_layers)]

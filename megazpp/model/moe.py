@@ -4,7 +4,7 @@ The router is in router.py.
 
 Symbols: S sequence length, B batch size, T tensor-parallel ranks; N tokens of this rank, K experts per token, E experts
 per layer; P expert-parallel (ep) ranks with E / P experts each; H hidden size, F size of an expert's hidden layer; R
-rows that a rank receives, where a row is a token's vector for one of its experts.
+rows that a rank receives, where a row is a token's vector for one of its experts. In shapes, N K is N times K.
 
     x [N, H] --router--> choice [N, K] and weight [N, K]
     rows by expert [N K, H] --all-to-all over ep--> rows by source [R, H] --sort--> rows by expert [R, H]
@@ -64,9 +64,8 @@ class Experts(nn.Module):
     """The experts of this ep rank: x [N, H] -> [N K, H], where row i is the output for choice `routes.rows.order[i]`.
 
     N is the number of this rank's tokens, K the number of experts per token, H the hidden size. Choice c is a choice of
-    token c // K.
-    This module is a separate sharding unit (FSDP2's parameter group). Collectives on ep: two all-to-alls of rows in the
-    forward pass, and two in the backward pass.
+    token c // K. This module is a separate sharding unit (FSDP2's parameter group). Collectives on ep: two all-to-alls
+    of rows in the forward pass, and two in the backward pass.
 
     Args:
         config: config of the model.
@@ -158,6 +157,7 @@ class MoE(nn.Module):
         self.tp, self.ep = tp, settings.ep
         # The load that --plan assumes: number of rows of this rank's experts, divided by the mean over all experts.
         self.planned_load = 1.0
+        # Length of a complete sequence, divided by the number of its tokens in the input of `forward` on this rank
         self.length_factor = settings.cp.size * (tp.size if self.sequence_parallel else 1)
         self.router = Router(config, tp=tp, cp=settings.cp)
         self.experts = Experts(config, settings, output_std=output_std)
@@ -321,9 +321,9 @@ def _looped_products(
 
     Args:
         rows: [R, H] rows of all experts of this rank, sorted by expert.
-        gate: [experts F, H] gate matrices of the experts, one below the other.
-        fc1: [experts F, H] up matrices.
-        fc2: [experts F, H] transposed output matrices.
+        gate: [experts * F, H] gate matrices of the experts, one below the other.
+        fc1: [experts * F, H] up matrices.
+        fc2: [experts * F, H] transposed output matrices.
         sizes: number of rows of each expert.
         gated: function that returns silu(gate) * up.
 

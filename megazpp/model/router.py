@@ -205,9 +205,9 @@ class Router(nn.Module):
     def add_summed_totals(self, totals: torch.Tensor) -> None:
         """Add this router's totals of a training step, summed over ranks, to its sum for the metrics.
 
-        The totals have the form of the result of `take_totals`: [2 E + 2] for E experts.
-        The update of the expert bias calls this in each step. The update needs the totals of one step, and has reset
-        them by `take_totals`, while the metrics need the sum over all steps since the last log line.
+        The totals have the form of the result of `take_totals`: [2 E + 2] for E experts. The update of the expert bias
+        calls this in each step. It needs the totals of one step, which `take_totals` resets, while the metrics need the
+        sum over all steps since the last log line.
         """
         self._summed = totals if self._summed is None else self._summed + totals
 
@@ -221,7 +221,7 @@ class Router(nn.Module):
         return summed
 
     def _ranked(self, scores: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the values by which a token's K experts are chosen, the K largest: the scores plus the expert bias.
+        """Return the values whose K largest select a token's experts: the scores plus the expert bias.
 
         Arguments and result are [S, B, E] for B sequences of S tokens and E experts. Without a bias, softmax scores are
         replaced by the logits, which have the same order. Unlike probabilities, logits do not tie at 0 by underflow.
