@@ -6,8 +6,9 @@ fraction of one source into samples. With several sources, the split blends the 
 that each source builds exactly as many samples as the blend takes from it.
 
 `--data-path 0.3 A 0.7 B` takes 30 % of the samples from A. Sample n comes from the dataset that is furthest behind its
-weight (largest weight * n - taken). The first n samples of a split therefore have the given proportions to within one
-sample per dataset, for every n. The order equals Megatron's, also where several datasets are equally far behind.
+weight: the one with the largest weight * n minus the number of samples already taken from it. The first n samples of a
+split therefore have the given proportions to within one sample per dataset, for every n. The order equals Megatron's,
+also where several datasets are equally far behind.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from megazpp.data.gpt_dataset import GPTDataset, Sequences, Source
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
 
-_COUNTED_AT_ONCE = 1 << 24  # number of samples that `_count` gives to np.bincount at once, which needs 8 bytes for each
+# Number of samples that `_count` gives to np.bincount at once, which copies their indices as int64
+_COUNTED_AT_ONCE = 1 << 24
 
 
 class DataSource(NamedTuple):
@@ -130,7 +132,7 @@ def build_split(
         order = {"num_samples": count, "seq_length": seq_length, "seed": seed}
         folder, name = indices if source.is_cached else None, f"{source.name} ({use})"
         dataset = GPTDataset(source.sequences, span, **order, name=name, vocab_size=vocab_size, cache_path=folder)
-        _ = dataset[0]  # reading it raises an error now, not in the first step, if another tokenizer wrote the data
+        _ = dataset[0]  # if another tokenizer wrote the data, this read raises the error before the first step does
         return dataset
 
     if len(parts) == 1:

@@ -36,7 +36,7 @@ Samples = GPTDataset | BlendedDataset
 DEFAULT_VOCAB_SIZE = 4096
 
 # Checks of special and end-of-document tokens read the first _LOOKED_AT sequences of a dataset. In each sequence,
-# `_has` searches the first _TOKENS_LOOKED_AT tokens.
+# `_has` searches the first _TOKENS_LOOKED_AT tokens and the last token.
 _LOOKED_AT, _TOKENS_LOOKED_AT = 64, 1 << 20
 _NO_TOKENIZER = "--tokenizer-model is missing: the ids in --data-path have no meaning without their tokenizer"
 

@@ -105,7 +105,8 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
 
     Args:
         path: file to check.
-        keys: columns that a Parquet file must have. A plain text file has one text and allows one key only.
+        keys: columns that a Parquet file must have. A plain text file is one text without columns, so `keys` may have
+            only one element for it.
     Raises:
         ValueError: the file or a package for reading it is missing, the beginning of the file is damaged or of another
             format than its name says, or a column is missing.

@@ -28,8 +28,10 @@ from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_e
 
 MAX_CHARACTERS = 100_000_000  # most characters to train a tokenizer on; more text does not improve the vocabulary
 _MAX_LINE_CHARACTERS = 4096  # longer lines are cut before they are passed to SentencePiece's trainer
+# The sentence in SentencePiece's error messages that `_in_our_flags` replaces
 _SENTENCEPIECE_ADVICE = "Increase vocab_size or decrease character_coverage with --character_coverage option."
-_IN_SENTENCEPIECE = re.compile(r"(?i)^internal: src/\S+\(\d+\) \[.*?\](?= |$)")  # start of SentencePiece's messages
+# The place in SentencePiece's source code with which its error messages begin
+_IN_SENTENCEPIECE = re.compile(r"(?i)^internal: src/\S+\(\d+\) \[.*?\](?= |$)")
 _CORPUS = Path(__file__).parent / "corpus"
 BUILTIN = "builtin:"
 _KEY = "text"
@@ -113,6 +115,7 @@ def cached_sentencepiece(
         try:
             model = train(vocab_size)
         except ValueError as error:
+            # SentencePiece's error message contains the number of pieces that the text supports
             limit = re.search(r" (?:<=|vs) (\d+)\.", str(error))
             if exact or limit is None:
                 raise

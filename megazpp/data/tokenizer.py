@@ -190,10 +190,7 @@ class SpecialTokens(NamedTuple):
         return [] if ids[: len(before)] == before else before, [] if last == after else after
 
     def __str__(self) -> str:
-        """Return the text that names the special tokens that this run adds, "" for none: the end of the identity.
-
-        `Tokenizer.identity` is the text that distinguishes tokenizers.
-        """
+        """Return the end of `Tokenizer.identity`: the ids of the special tokens that this run adds; "" for none."""
         return f"-{self.before}{self.after}" if self.number else ""
 
 
@@ -222,7 +219,7 @@ class Tokenizer:
     special_ids: Mapping[str, int]
     added_ids: Collection[int]
     _finds_eod = False  # True if the method `_encode_spans` of this class already encodes eod_name in a text as eod
-    _largest = -1  # the tokenizer's largest id, if `fit` has set another size of the model's vocabulary; otherwise -1
+    _largest = -1  # the tokenizer's largest id after a call of `fit`, which changes `vocab_size`; -1 before it
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, with special tokens around them if this run adds special tokens.
@@ -434,7 +431,8 @@ class HFTokenizer(Tokenizer):
         # The special tokens that it would add are now in `special_tokens`.
         backend.post_processor = None
         self._unknown = getattr(backend.model, "unk_token", None)
-        self._has_bytes = "ByteLevel" in str(backend.decoder)  # True if each letter of a vocabulary entry is one byte
+        # True if each letter of a vocabulary entry stands for one byte
+        self._has_bytes = "ByteLevel" in str(backend.decoder)
         self.identity = f"huggingface-{self._digest(split)}{self.special_tokens}"
 
     def _digest(self, split: bool) -> str:

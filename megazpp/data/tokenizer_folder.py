@@ -19,8 +19,8 @@ from megazpp.base.files import errors_naming
 from megazpp.base.flags import Config, flag
 from megazpp.base.program import in_words
 
-# Largest size of a vocabulary, because token ids are stored in 32 bits with a sign, and the words with which an error
-# message names this limit
+# The largest size of a vocabulary, and the words with which an error message explains it. Token ids are stored in 32
+# bits with a sign.
 MOST_TOKENS = (2**31 - 1, "the number of 32-bit token ids")
 SENTENCEPIECE, DEFINITION = "tokenizer.model", "tokenizer.json"
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
