@@ -61,6 +61,7 @@ def convert(
     if kind == "megazpp":
         folder = CheckpointFolder(source, "--input")
         trained = not opener.is_whole(find_weights(folder, config.ckpt_step, opener=opener)[1])
+    # True for the one conversion from MegaZ++ to MegaZ++: to merge adapters into a checkpoint
     merges = kind == wanted == "megazpp" and (adapter is not None or trained)
     if config.keep_adapters and (merges or not trained):
         raise ValueError(
@@ -281,8 +282,8 @@ def check_output(path: Path) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Return a context that yields a temporary folder, and renames it to `path`, the folder of --output, at its end.
 
-    If an exception ends the context, the temporary folder is removed. If the process is killed, the next conversion
-    with the same --output removes the files in it.
+    If an exception ends the context, the temporary folder is removed. If the process is killed, the temporary folder
+    remains, and the next conversion with the same --output removes its files and uses it.
 
     Raises:
         ValueError: the folder cannot be created, or another process is writing it.

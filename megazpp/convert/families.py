@@ -293,8 +293,8 @@ class Relative:
     def _read_layers(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of GPTConfig for sliding windows and for layers without rotary positions.
 
-        Hugging Face's window size counts the attending token itself. --window-size counts only earlier tokens, so it is
-        smaller by one.
+        Hugging Face's window size counts the attending token itself. --window-size counts only earlier tokens, so its
+        value is smaller by one.
         """
         found, slides = dict[str, Any](), self.windows == "all" and "sliding_window" in settings
         if self.unrotated:
@@ -399,6 +399,7 @@ def read_rotary(settings: Settings, *, partial: bool, scaled: bool) -> dict[str,
         scaling = {"rope_scaling_factor": factor, "rope_scaling_original_length": original}
         return found | {"use_rope_scaling": True, **scaling}
     rope.only("truncate", True)
+    # As in transformers: if both keys are set, the default of attention_factor is the ratio of their attention factors
     mscales = [rope.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
     tempered = [1.0 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in mscales]
     default = tempered[0] / tempered[1] if all(mscales) else None

@@ -254,6 +254,7 @@ def _differences(architecture: Architecture, config: GPTConfig) -> list[str]:
         back = GPTConfig(**architecture.read(Settings(architecture.write(config), architecture.class_name)))
     except ValueError:  # the family does not support a value of `config` at all
         return list(SHAPE)
+    # A derived value may depend on several fields, so report only fields that differ themselves
     pairs = asdict(config), asdict(back)
     changed = [name for name, derived in SHAPE.items() if getattr(config, derived) != getattr(back, derived)]
     return [name for name in changed if pairs[0][name] != pairs[1][name]]
@@ -287,7 +288,7 @@ def _open_files(folder: Path, architecture: Architecture, explicit: str | None) 
         ValueError: a file is missing or damaged, or is not in this folder.
     """
     file = explicit or next((name for name in _FILES if (folder / name).is_file()), WHOLE)
-    places: Any = {"": file}
+    places: Any = {"": file}  # in the form of an index: from tensors to files
     if file.endswith(".index.json") and Path(file).name == file:
         places = read_json(folder / file).get("weight_map")
         if not isinstance(places, dict):

@@ -2,8 +2,8 @@
 
 Such a file is a pickle. In addition to tensors it contains the arguments (an `argparse.Namespace`), enums of Megatron,
 and states of random generators. No code in the file is run. torch's restricted unpickler creates tensors, plain
-containers and the namespace. Objects of Megatron or numpy become an `Unknown`, and a file that names any other class is
-rejected.
+containers and the namespace. Objects of Megatron, numpy and a few other modules (`_HARMLESS`) become `Unknown`. A file
+that names any other class is rejected.
 
 Names of tensors in the versions of Megatron-LM:
 
@@ -47,7 +47,8 @@ _TRUTHS = (  # boolean arguments of Megatron-LM that are fields of GPTConfig wit
     *("group_query_attention", "use_rotary_position_embeddings", "qk_layernorm", "apply_layernorm_1p", "swiglu"),
     *("squared_relu", "untie_embeddings_and_output_weights", "add_qkv_bias"),
 )
-# A checkpoint may refer to objects of these packages: Megatron and its forks, and modules of random generators' states.
+# A checkpoint may refer to classes and functions of these packages or with these names. Their objects become `Unknown`.
+# They are of Megatron, its forks and its libraries, of numpy in states of random generators, and a few of Python's own.
 _HARMLESS = ("megatron.", "apex.", "deepspeed.", "transformer_engine.", "fp16.", "numpy.", "pathlib.", "signal.")
 _HARMLESS_NAMES = ("_codecs.encode", "_io.BytesIO", "types.SimpleNamespace", "enum.Enum")
 # Errors that torch and pickle raise for damaged files.
@@ -140,7 +141,8 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
     for name in parts[0]:
         join = functools.partial(_join, name=name, config=config, version=version)
         of_ranks = [part[name] for part in parts]
-        # With SwiGLU, Megatron-LM's fc1 has the rows of gate before its own. `GPTModel` has separate gate and fc1.
+        # With SwiGLU, Megatron-LM's fc1 is one matrix: the rows of gate, then the rows of up. `GPTModel` has two, gate
+        # and fc1.
         if config.swiglu and ".mlp.fc1." in name:
             halves = [tensor.chunk(2) for tensor in of_ranks]
             tensors[name.replace(".fc1.", ".gate.")] = _deferred([half[0] for half in halves], join)

@@ -36,7 +36,8 @@ class Mixture(Relative):
 
     Attributes:
         moe: name of the module in a layer that contains the router and the experts.
-        count: key of config.json with the number of experts, followed by its names in other versions of transformers.
+        count: keys of config.json for the number of experts: the key that exports write, then its names in other
+            versions of transformers.
         parts: names of an expert's gate, up and down matrices.
         always_normalized: True if config.json has no `norm_topk_prob`, and the router weights of the chosen experts
             always add up to 1.

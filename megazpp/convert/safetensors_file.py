@@ -22,7 +22,7 @@ from megazpp.convert.model import Deferred, held
 from megazpp.data.tokenizer_folder import import_package
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ALIGNMENT = 8
+_ALIGNMENT = 8  # the header is padded to a multiple of this number of bytes, so that the tensors are aligned
 
 
 def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) -> dict[str, Deferred]:

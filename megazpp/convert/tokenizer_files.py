@@ -26,7 +26,8 @@ _EOD = "<eod>"
 _UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # a text that SentencePiece's usual normalizations change
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # character by which SentencePiece represents a space
 _NEVER = -1e6  # log probability of a piece that the tokenizer must never choose
-_PLAIN = {"split_special_tokens": True}  # makes transformers encode "<eod>" in a text as letters, like MegaZ++
+# Makes transformers encode "<eod>" in a text as letters, like `Tokenizer.encode`
+_PLAIN = {"split_special_tokens": True}
 
 
 def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -112,8 +113,8 @@ def _unigram(processor: sentencepiece.SentencePieceProcessor, scores: Sequence[f
     never = {*special, *(i for i in range(count) if processor.is_byte(i) or processor.is_unused(i))}
     pieces = [(processor.id_to_piece(i), _NEVER if i in never else scores[i]) for i in range(count)]
     known = {piece for i, (piece, _) in enumerate(pieces) if i not in never}
-    # A letter without a piece costs even more than _NEVER, so the tokenizer would prefer a piece like <eod> that begins
-    # with this letter. The pre-tokenizer therefore splits off such letters.
+    # A letter without a piece has a log probability even below _NEVER, so the tokenizer would prefer a piece like <eod>
+    # that begins with this letter. The pre-tokenizer therefore splits off such letters.
     alone = sorted({processor.id_to_piece(i)[0] for i in never} - known)
     found = tokenizers.Tokenizer(
         tokenizers.models.Unigram(pieces, processor.unk_id(), any(map(processor.is_byte, range(count))))
