@@ -104,6 +104,7 @@ def generate(
         return is_last(row, token)
 
     uniform = random_numbers([f"prompt {first_prompt + row}" for row in range(len(prompts))], config, seed=seed)
+    # True if forwards after the first do not communicate between data ranks, which may then run unequally many of them
     apart = sharding.keeps_gathered and dims.layout.ep == 1
     with torch.no_grad(), evaluating(model), sharding.keep_unsharded():
         drawn = draw_completions(
@@ -203,6 +204,7 @@ def draw_completions(
         look_every = LOOK_EVERY if device.type == "cuda" and is_last is None else 1
     capacity = min(longest + limit, max_length)
     cache: KVCache | None = KVCache(len(model.layers), batch, capacity, device=device, on_host=cache_on_host)
+    # Modules with hooks, such as those that gather weights; see `without_hooks`
     hooked = [each for each in model.modules() if each._forward_pre_hooks or each._forward_hooks]
     end_ids, uniform = torch.tensor(ends, dtype=torch.int64, device=device), uniform.to(device)
     seen = occurring(prompts, model.vocab_size, config)

@@ -84,8 +84,8 @@ def run_on_checkpoint(
     Returns:
         the exit status of the program.
     Raises:
-        ValueError: --load is missing, there is no such checkpoint, it is one of a reward model, or flags cannot be
-            used.
+        ValueError: --load is missing, there is no such checkpoint, the checkpoint is of a reward model, or flags cannot
+            be used.
     """
     # ---- find the checkpoint, and complete the flags from it
     features = parsed.config.features

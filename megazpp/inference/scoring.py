@@ -49,9 +49,8 @@ class Score(NamedTuple):
     def bits_per_byte(self) -> float:
         """The total loss in bits, divided by the bytes of text; NaN if there are no bytes.
 
-        Loss and bytes are those of the tokens that the loss mask includes.
-
-        The end-of-document token has a loss, but no bytes.
+        Loss and bytes are those of the tokens that the loss mask includes. The end-of-document token has a loss, but no
+        bytes.
         """
         return self.loss / math.log(2.0) * self.tokens / self.text_bytes if self.text_bytes else math.nan
 
@@ -161,7 +160,8 @@ def score_whole(
     check_special_tokens([sequences], tokenizer, f"--input {path}")
     if warning := missing_ends([DataSource(sequences, f"--input {path}")], data, tokenizer):
         say(warning)
-    # The first token is predicted from the special token that the tokenizer puts before a text, or else from eod
+    # If the tokenizer puts special tokens before a text, all ids after the first of them are predicted. Otherwise put
+    # eod before the text, from which its first id is predicted.
     start = None if tokenizer.special_tokens.used and tokenizer.special_tokens.before else tokenizer.eod
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
     # ---- compute the mean loss of all tokens of the text
@@ -189,7 +189,7 @@ def score_whole(
 
 
 def _is_pair(path: str) -> bool:
-    """Return True if the value of --input is the prefix of a .bin/.idx pair, of which at least one file exists."""
+    """Return True if --input is the prefix of a .bin/.idx pair: one of the files PREFIX.bin and PREFIX.idx exists."""
     prefix = Path(path).expanduser()
     return prefix.name != "" and any(file.exists() for file in pair_paths(prefix))
 

@@ -72,8 +72,8 @@ class Continuation:
         stop: strings that end the text. The text ends before the first of them that occurs. A stop string may contain
             special tokens, which are left out of the text as well.
     Attributes:
-        text: the text of the new tokens that cannot change any more. While the text grows, an incomplete character and
-            a possible beginning of a stop string are left out.
+        text: the part of the new tokens' text that further tokens cannot change. While the text grows, an incomplete
+            character and a possible beginning of a stop string at its end are left out.
         over: True once the text is complete.
     """
 
@@ -130,6 +130,8 @@ class Stream:
 
     def __init__(self, starts: Sequence[Start], rows: Sequence[Continuation], out: TextIO) -> None:
         self._starts, self._rows, self._out = starts, rows, out
+        # `_row` is the index of the text that is printed. `_written` is 0 until the beginning of this text is printed,
+        # and then 1 plus the number of printed characters after the beginning.
         self._row = self._written = 0
 
     def show(self) -> None:

@@ -17,9 +17,9 @@ PADDING = -1  # fills the last sample after the end of the text, in place of tok
 class WholeText:
     """A dataset of all token ids of a text in windows of S + 1 ids, so that each id is predicted exactly once.
 
-    The sequences of the text are concatenated after an end-of-document token (eod), from which the first id is
-    predicted. Window k has the concatenated ids k * S to (k + 1) * S. So the last id of a window is also the first
-    input of the next window. The last window is filled with `PADDING`.
+    An end-of-document token (eod), from which the first id is predicted, and the sequences of the text are
+    concatenated. Window k has the ids k * S to (k + 1) * S of this concatenation. So the last id of a window is also
+    the first input of the next window. The last window is filled with `PADDING`.
 
     Args:
         sequences: sequences of token ids.
@@ -50,7 +50,7 @@ class WholeText:
 
         Windows after the end of the text have only `PADDING`.
         """
-        # position of the window's first id in the concatenated sequences; -1 if it is the eod before them
+        # position of the window's first id in the concatenated sequences, without the eod, which has position -1
         start = index * self._seq_length - len(self._before)
         stop = start + self._seq_length + 1
         parts, at = [self._before[: max(-start, 0)]], max(start, 0)
