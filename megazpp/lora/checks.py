@@ -1,4 +1,4 @@
-"""Checks of LoRA's flags against the model and the layout, and settings that existing adapters already have."""
+"""Check LoRA's flags against the model and the layout, and complete them with the settings of loaded adapters."""
 
 from __future__ import annotations
 

@@ -37,9 +37,10 @@ class Lora(Feature):
     config, opens_weights = AdapterBaseConfig, True
 
     def weight_opener(self, sections: Sequence[Any]) -> AdapterOpener:
-        """Return an opener of checkpoints with adapters. It looks for base weights in the folders of --lora-base first.
+        """Return an opener of checkpoints, also of those with adapters.
 
-        `sections` has the configs of the program's features, among them the value of --lora-base.
+        The opener looks for the adapters' base weights first in the folders of --lora-base. `sections` has the configs
+        of the program's features, among them the value of --lora-base.
         """
         return adapter_opener(sections)
 
@@ -49,7 +50,7 @@ def adapter_opener(sections: Sequence[Any]) -> AdapterOpener:
 
     Args:
         sections: configs of the program's features. If the program has the flag --lora-base, one of them has its value,
-            the folder in which the opener looks first for the base of a checkpoint.
+            the folders in which the opener looks first for the base of a checkpoint.
     """
     from megazpp.lora.weights import AdapterOpener
 

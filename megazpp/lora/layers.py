@@ -11,7 +11,7 @@ complete on every tp rank, and each rank computes only a partial gradient of it,
 
 A row-parallel layer sums its outputs over tp after the adapter has been added. So the adapter needs no collective of
 its own, also with sequence parallelism. A is stored as [in, r], because ZeRO shards the first dimension, and `in` is
-the longer one.
+larger than r.
 
 Source: LoRA (arXiv 2106.09685). Initial values have the same variance as in PEFT.
 """
@@ -52,9 +52,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class LowRankAdapter(Adapter):
-    """A LoRA adapter of a linear layer, with two trained matrices A and B: [S, B, in] -> [S, B, out].
+    """A LoRA adapter of a linear layer, with two trained matrices A and B: [S, N, in] -> [S, N, out].
 
-    S is the sequence length and B the micro-batch size; `in` and `out` are sizes on this tp rank.
+    S is the sequence length and N the number of samples; `in` and `out` are sizes on this tp rank.
 
     Args:
         linear: base layer, to whose output the adapter's output is added.

@@ -128,7 +128,8 @@ class Branch(NamedTuple):
 def default_targets(config: GPTConfig) -> tuple[str, ...]:
     """Return PEFT's default target modules for a model, which get adapters without --lora-target-modules.
 
-    They are q_proj and v_proj, or, if the model has it, the module that computes queries, keys and values together.
+    They are q_proj and v_proj. If one module of transformers' model computes queries, keys and values together, it is
+    that module alone.
     """
     names = [branch.module.rpartition(".")[2] for branch in find_branches(config, (ALL_LINEAR,)) if branch.is_qkv]
     return ("q_proj", "v_proj") if "q_proj" in names else (names[0],)

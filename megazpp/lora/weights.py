@@ -198,7 +198,7 @@ class AdaptedReader(SafeReader):
         """
         stem, _, matrix = key.rpartition(".")
         is_experts, config = stem.endswith(".experts"), self._config
-        if matrix == "bias":  # a bias has no adapter, but the prefix below would match that of its layer's weight
+        if matrix == "bias":  # a bias has no adapter, but the prefix below would find the adapter of its layer's weight
             return None
         prefix = f"{stem}.adapter.{matrix}." if is_experts else f"{stem}.adapter."
         names = [name for name in self._own.tensors() if name.startswith(prefix)]

@@ -209,8 +209,8 @@ class FrozenUnits:
     def end_backward(self) -> None:
         """Free the weights of units that are still unpacked when a backward has ended; autograd calls this method.
 
-        Usually a hook on the gradients of a unit's inputs frees the unit earlier. A unit of which no input requires a
-        gradient, such as the first unit, has no such hook.
+        Usually a hook on the gradients of a unit's inputs frees the unit earlier. If no input of a unit requires a
+        gradient, as for the first unit, the unit has no such hook.
         """
         self.backward = -1
         for unit in self.units:

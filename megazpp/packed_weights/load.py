@@ -1,4 +1,6 @@
-"""Build models for inference from a checkpoint: with frozen units, or with layers whose weights are streamed.
+"""Build a checkpoint's model with weights that are not trained: in frozen units, or in streamed layers.
+
+The table shows where --weights-device puts the packed weights.
 
 | --weights-device | location of packed weights | weights in the device's memory                                     |
 |------------------|----------------------------|--------------------------------------------------------------------|

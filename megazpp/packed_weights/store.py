@@ -131,8 +131,8 @@ class FetchRing:
     def fetch(self, index: int) -> Work[torch.Tensor]:
         """Start to fetch the message of the unit `index` into the ring's next buffer, and return the work.
 
-        The work yields the message, a 1-D uint8 tensor on the device. With a ring of R buffers, the message stays valid
-        until R further messages have been fetched.
+        The work yields the message, a 1-D uint8 tensor on the device. With a ring of R buffers, the R-th later fetch
+        overwrites the message.
         """
         slot, self._next = self._next, (self._next + 1) % len(self._ring)
         # All kernels that read this buffer's earlier content have been launched already. The event follows these

@@ -106,7 +106,7 @@ class StreamedUnits:
         plan: layouts of the messages. A message holds the packed weights of a unit in one buffer.
         kept: [bytes] uint8, message with the weights that stay on the device.
         fetch: function that starts to copy the message [M] uint8 of a unit, given by its index, to the device. M is the
-            message's number of bytes. The message stays valid until 1 + `prefetch` other messages have been fetched.
+            message's number of bytes. The (1 + `prefetch`)-th later fetch may overwrite the message.
         axis: axis over the ranks of a node that share the units.
         dtype: dtype in which the model computes.
         prefetch: number of units that are fetched ahead of their use.
@@ -162,8 +162,8 @@ class StreamedUnits:
     def keep_unsharded(self) -> Iterator[None]:
         """Return a context that has no effect.
 
-        The same method of frozen units keeps weights unpacked during a generation. But each use of a
-        streamed layer fetches the layer's weights again.
+        The same method of frozen units keeps weights unpacked during a generation. But each use of a streamed layer
+        fetches the layer's weights again.
         """
         yield
 

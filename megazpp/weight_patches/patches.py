@@ -9,16 +9,16 @@ exist. A run begins a new chain of files, in a new numbered folder, when it star
 a time may write to DIR, because engines follow the newest chain there. weight_patches/reader.py reads the files.
 
 A file contains tensors by their names in `GPTModel`. A `weights` file has shards in the dtype of compute. A `patch`
-file has for each shard a message of kernels/weight_delta, [M] uint8, of the shortest possible length. The files
-of one rank also have the model's buffers, unsharded and in fp32. The metadata in the file's header has:
+file has for each shard a message of kernels/weight_delta, [M] uint8, of the shortest possible length. The files with
+index 00000 also have the model's buffers, unsharded and in fp32. The metadata in a file's header has:
 
     step        number of the training step
-    chain       checksum of the first `weights` file of the chain and of all patches up to this step, as 8 hexadecimal
-                digits
-    base        `chain` of the weights to which a patch applies
-    checksum    checksum of the tensors in a `weights` file
-    model       JSON in a `weights` file: architecture, size of the vocabulary, and for each shard the unsharded shape
-                and the index of the shard's first element
+    chain       checksum of this rank's first `weights` file in the chain and of its patches up to this step, as 8
+                hexadecimal digits
+    base        in a `patch` file: `chain` of the weights to which the patch applies
+    checksum    in a `weights` file: checksum of its tensors
+    model       in a `weights` file: JSON with the architecture, the size of the vocabulary, and for each shard the
+                unsharded shape of its tensor and the index of the shard's first element in that tensor
 
 The weights are the fp32 master weights rounded to 16 bits, as in a checkpoint that was converted to 16 bits. Training
 with `--zero-weight-delta lossless` computes with the same weights. The exceptions are changes that do not fit into a

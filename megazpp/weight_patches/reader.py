@@ -64,9 +64,10 @@ class PatchReader:
         self._parts: list[_Part] = []
 
     def advance(self, step: int | None = None) -> int | None:
-        """Read the files from which the weights of `step` follow, and return the step.
+        """Read the files that lead to the weights of training step `step`, and return the step.
 
-        Processes that share a model must load the same weights. Pass the same step to all of them (`newest_step`).
+        Processes that share a model must load the same weights. Choose the step once, by `newest_step`, and pass it to
+        all of them.
 
         Args:
             step: training step of the newest chain of files; None for the newest step whose files are complete.
