@@ -59,7 +59,7 @@ class Indices(NamedTuple):
     Attributes:
         documents: [epochs * documents] int32 numbers of the documents of all epochs, shuffled.
         samples: [n + 1, 2] int32 or int64. Row k has the start of window k: a position in `documents`, and the offset
-            of the window's first token id in that document. The last row has the end of the last window.
+            of the window's first token id in that document. The last row has the place of the last window's last id.
         shuffle: [n] uint32 or int64 number of the window that becomes each sample.
     """
 

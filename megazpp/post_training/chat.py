@@ -150,10 +150,11 @@ class ChatTemplate:
         return text, spans
 
     def trains_end_of_turn(self) -> bool:
-        """Return True if the assistant's words, as rendered by this template, end with a token that stops generation.
+        """Return True if the assistant's words in a rendered conversation end with a token that can stop generation.
 
-        Otherwise a model that is trained on these words only does not learn to end its turn. The result is also True
-        if the template refuses a short conversation of user and assistant, so that nothing is known.
+        Any added token of the tokenizer, such as a special token, counts as such a token. If the words end otherwise, a
+        model that is trained on them only does not learn to end its turn. The result is also True if the template
+        refuses a short conversation of user and assistant, so that nothing is known.
 
         Source: TRL 1.16, `is_chat_template_stop_token_trained`.
         """

@@ -133,7 +133,8 @@ class PolicySampler:
             [number of prompts, number of functions] fp64 rewards, equal on all tp and cp ranks of this data rank; NaN
             where a function returns None.
         Raises:
-            UserError: a function fails on some rank. All ranks raise it; the message names the function and the sample.
+            UserError: a function fails on some rank. All ranks raise the error, whose message names the function and
+                the lines of the data.
         """
         found = torch.zeros(len(prompts), len(self.functions), dtype=torch.float64)
 
