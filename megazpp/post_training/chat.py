@@ -80,8 +80,8 @@ class ChatTemplate:
         """Return the Jinja source with which a conversation is rendered.
 
         Args:
-            tools: descriptions of the conversation's tools, because a tokenizer may have another template for
-                conversations with tools; None for a conversation without tools.
+            tools: descriptions of the conversation's tools; None for a conversation without tools. A tokenizer may have
+                another template for conversations with tools.
 
         Raises:
             ValueError: the tokenizer has several templates, and none of them is the default.

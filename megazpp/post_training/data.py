@@ -308,7 +308,8 @@ class RolloutBatch(NamedTuple):
         advantages: fp32 advantages, [B] for completions (GRPO, RLOO) or [B, S] for tokens (PPO); None before the
             rewards are known.
         old_logps: [B, S] fp32 log-probabilities of the labels before the first update with these completions; None if
-            the policy has not changed since sampling, so that its own detached log-probabilities are used.
+            the policy has not changed since sampling, so that the loss uses the detached log-probabilities of its own
+            forward.
         ref_logps: [B, S] fp32 log-probabilities of the labels under the reference model; None without a reference.
         sampling_logps: [B, S] fp32 log-probabilities at which the tokens were sampled, only for logging.
         values: [B, S] fp32 outputs of the value head before the first update with these completions (PPO).

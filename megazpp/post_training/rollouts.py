@@ -494,7 +494,7 @@ class RolloutLoader(StatePart):
         return [on_device(shortened(part, multiple), self._device) for part in parts]
 
     def _rows(self) -> list[int]:
-        """Return the numbers, within a generation, of the completions on which this data rank trains, in this order."""
+        """Return the numbers, from 0 in each generation, of this data rank's completions, in the order of training."""
         size, ranks = self.micro_batch_size, self._dims.data_size
         firsts = range(self._dims.data_rank * size, self.global_batch_size * self.config.slices, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]
