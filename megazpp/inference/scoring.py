@@ -161,7 +161,7 @@ def score_whole(
     if warning := missing_ends([DataSource(sequences, f"--input {path}")], data, tokenizer):
         say(warning)
     # If the tokenizer puts special tokens before a text, all ids after the first of them are predicted. Otherwise put
-    # eod before the text, from which its first id is predicted.
+    # eod, if the tokenizer has it, before the text, from which its first id is predicted.
     start = None if tokenizer.special_tokens.used and tokenizer.special_tokens.before else tokenizer.eod
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
     # ---- compute the mean loss of all tokens of the text
