@@ -43,7 +43,7 @@ class Change(NamedTuple):
 
 
 def read_changes(path: Path = ROOT / "tests/mutations.toml") -> list[Change]:
-    """Read and check the mistakes of mutations.toml.
+    """Read and check the entries of mutations.toml, each of which is a mistake to inject.
 
     Args:
         path: path of mutations.toml.

@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(config: RunConfig, extra: GenerateConfig, _: CheckpointMetadata) -> None:
-    """Raise a ValueError if a prompt cannot be continued, before the checkpoint is loaded. Does not read stdin."""
+    """Raise a ValueError if a flag or a prompt is wrong, before the checkpoint is loaded. This leaves stdin unread."""
     given, file = config.section(SampleConfig).sample_prompt, extra.prompt_file
     if config.section(SampleConfig).sample_tokens == 0:
         raise ValueError("--sample-tokens 0 generates nothing; give a positive number")

@@ -37,7 +37,7 @@ from typing import NamedTuple
 from megazpp.base.address import parse_host, parse_port
 
 LOOPBACK = "127.0.0.1"
-# Environment variables with the rank, of launchers that may not set the number of ranks
+# Environment variables with the rank, of launchers that do not always set a variable with the number of ranks
 _RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
 # Environment variables with the ID of the job, which is equal on all ranks of the job
 _JOB_IDS = ("PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")

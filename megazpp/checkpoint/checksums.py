@@ -274,5 +274,5 @@ class _SummingFile(io.BufferedWriter):
         return count
 
     def fileno(self) -> int:
-        self.flush()  # torch 2.13 syncs the index by os.fsync(fileno()) without a flush, which misses buffered bytes
+        self.flush()  # torch 2.13 syncs `.metadata` by os.fsync(fileno()), which misses buffered bytes
         return super().fileno()

@@ -197,7 +197,7 @@ def check_still_chosen(source: LoadSource | None, config: CheckpointConfig, *, r
 
 
 def _is_requeued(config: CheckpointConfig, own: CheckpointFolder) -> bool:
-    """Return True if a queuing system has started the same command again after it saved checkpoints.
+    """Return True if an earlier run of the same command has saved checkpoints, and a queuing system started it again.
 
     This is so if the checkpoints in --save are of a run that started from the same checkpoint in --load as this run.
 

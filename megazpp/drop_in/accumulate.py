@@ -75,7 +75,8 @@ class Accumulation:
     def open(self) -> Iterator[None]:
         """Return the context of `Handle.accumulate`: gradients of backwards inside the context wait in the node.
 
-        If an exception leaves the context, all waiting partial sums are discarded.
+        The first backward after the context adds its own gradients to them and sends the sums across nodes. If an
+        exception leaves the context, all waiting partial sums are discarded.
         """
         if self.is_open or in_backward():
             where = "another accumulate()" if self.is_open else "a backward"

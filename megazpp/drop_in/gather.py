@@ -1,4 +1,4 @@
-"""The all-gathers of models of `megazpp.zeropp`, where the program decides the dtypes and the uses of a unit."""
+"""The all-gathers of models that `megazpp.zeropp` wraps, whose dtypes and order of units the user's program decides."""
 
 from __future__ import annotations
 

@@ -208,12 +208,14 @@ class UnusedParameters:
 
     def __init__(self, unit: ProgramUnit) -> None:
         self._unit = unit
-        # `begin` and `read_later` record reductions in `_fresh`, `_used` and `_flags`. Once `.grad` is final,
-        # `restore_none` reads and empties these records, so that later reductions begin new ones.
+        # `begin` and `read_later` record reductions in `_fresh`, `_used` and `_flags`. After the last reduction of a
+        # backward, `restore_none` reads and empties these records, so that later reductions begin new ones.
         self._fresh: set[int] = set()  # indices of the parameters whose `.grad` was None when a reduction began
         # Indices of the parameters for which this rank has had a gradient since `.grad` was last None
         self._used: set[int] = set()
-        self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []  # (indices, flags) of each `read_later` call
+        # For each reduction: indices of its P parameters, and flags [P] uint8, which are 1 if any rank had a
+        # gradient of the parameter
+        self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []
 
     def begin(self, used: set[int], reduced: Iterable[int]) -> None:
         """Record for which parameters this rank has a gradient; call this before FSDP2 reduces the unit's gradients.

@@ -204,10 +204,13 @@ class WatchedGather(ProgramGather):
         return {"row": row, "sum": self._sums[1], "crossing": torch.tensor(crossing, device="cpu"), "recent": recent}
 
     def load_kept(self, kept: dict[str, torch.Tensor]) -> None:
-        """Load the resident weights that `kept` has returned for a checkpoint.
+        """Store resident weights of a checkpoint, which the next forward restores or drops.
 
-        Before the next forward they are restored, if they fit the unit's weights on all ranks. Otherwise the next use
-        sends whole weights.
+        It restores them if, on all ranks, they have the checksum of the unit's present weights (`fits`). Otherwise the
+        next use of the unit sends whole weights.
+
+        Args:
+            kept: what the method `kept` returned when the checkpoint was saved.
         """
         self.drop()
         # `recent` sets the size of the next message, so it must be equal on all ranks, also if only some restore it.

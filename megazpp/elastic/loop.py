@@ -335,7 +335,7 @@ class ElasticLoop:
         return list(state["cell"])
 
     def _await_cell(self, progress: TrainingProgress) -> None:
-        """Wait until the coordinator leases a cell to this group, and apply the commits of other groups meanwhile.
+        """Wait until the coordinator leases a cell to this group, and apply new commits of the run meanwhile.
 
         At the end of the run no cell comes. The group then publishes its last steps, and returns without a cell.
         """

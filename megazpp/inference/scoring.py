@@ -142,9 +142,11 @@ def score_whole(
         tokenizer: tokenizer of the model.
         path: prefix of a .bin/.idx pair of files, or a text file as --text-path accepts.
         data: config with the sequence length and the flags that leave labels out of the loss.
-        micro_batch_size: number of samples in one forward of a data rank.
+        micro_batch_size: number of samples in one forward of a data-parallel rank.
         device: device of the model.
         say: function that prints a note for the user.
+    Returns:
+        the mean loss in nats per token, with the numbers of tokens and bytes; the same on all ranks.
     Raises:
         ValueError: the text cannot be read, or its token ids are not of this tokenizer.
     """

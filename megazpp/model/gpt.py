@@ -57,8 +57,9 @@ class GPTModel(nn.Module):
 
     - Forward: 1 all-reduce after the embedding, and 2 small ones in the loss. Backward: 1 all-reduce of the gradient of
       the output layer's input.
-    - With sequence parallelism, forward instead has 1 reduce-scatter after the embedding and 1 all-gather before the
-      output layer. Backward has an all-gather and a reduce-scatter in their places.
+    - With sequence parallelism, a reduce-scatter replaces the all-reduce after the embedding, and forward has 1
+      all-gather before the output layer. In backward, each of these two collectives has its adjoint: an all-gather and
+      a reduce-scatter, which replace the all-reduce. The loss has the same 2 small all-reduces.
 
     Collectives on cp, in addition to attention's: 1 all-gather of each output. All C cp ranks receive the same
     sequences of S tokens. Each rank computes S/C tokens of each sequence, and all ranks return the outputs of complete
@@ -87,7 +88,7 @@ class GPTModel(nn.Module):
         self.output = None if config.tied else OutputLayer(config, vocab_size, self.tp)
         self.scalar_head = ScalarHead(config, self.tp) if scalar_head else None
         kinds = [(config.has_window(index), config.rotates(index)) for index in range(config.layers)]
-        self.kinds: list[tuple[bool, bool]] = kinds  # by layer: True with a sliding window, True with rotary embeddings
+        self.kinds: list[tuple[bool, bool]] = kinds  # per layer: (has a sliding window, has rotary embeddings)
 
     @property
     def device(self) -> torch.device:

@@ -400,7 +400,7 @@ def test_last_group_that_leaves_saves_if_all_groups_leave():
     for leaving, expected in ((1, []), (0, [0])):
         world.groups[leaving].leaves = True
         world.wait(0.5)
-        assert savers() == expected  # group 2, which goes on, has no folder
+        assert savers() == expected  # group 2 goes on, but it has no --save and so cannot save for the others
     world.rounds.groups["g1"].reports[0]["version"] = 1
     assert world.rounds.state("g1", 0, world.now)["saves_last"]  # its weights are newer than those of group 0
 

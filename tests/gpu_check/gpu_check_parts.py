@@ -298,7 +298,7 @@ def _run_program(check: Check, seconds: float, item: tuple[str, str]) -> tuple[s
     """Run one of the toy programs, and return its name, exit code and wall time in seconds.
 
     Args:
-        check: the part, which gets no result here.
+        check: the part of the GPU check that the program belongs to. This function adds no result to it.
         seconds: time limit of the program.
         item: (name, command) of the program.
     """

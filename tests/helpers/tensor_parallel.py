@@ -1,4 +1,7 @@
-"""Compare tensor-parallel layers with unsharded ones: an axis over all ranks, slices, counts of collectives."""
+"""Helpers to compare tensor-parallel layers with unsharded ones.
+
+They make an axis over all ranks, slice weights for a rank, and count collectives.
+"""
 
 import contextlib
 import functools

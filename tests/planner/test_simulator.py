@@ -38,7 +38,8 @@ def test_codec_reports_the_bytes_that_its_passes_touch():
     codec.pack(shards, messages, errors=errors)
     whole, sent, summed, fed_back = 3 * 202 * 2, 3 * layout.message_bytes, 202 * 4, errors.messages.nbytes
     assert told[:4] == [whole + sent, whole + sent, sent + summed, sent + 2 * summed]
-    # the entry of a pass with error feedback: bytes of the tensor, of the messages, and twice of the stored errors
+    # the entry of a pass with error feedback: bytes of the tensor and of the messages, and twice the bytes of the
+    # stored errors
     assert told[4:] == [whole + sent + 2 * fed_back]
     assert fed_back > 0
 

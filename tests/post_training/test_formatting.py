@@ -242,7 +242,7 @@ def test_prompts_keep_their_columns_and_place(path):
 def test_strings_get_tokenizer_marks_and_conversations_only_template_ones(path, tmp_path):
     """Compare token ids with those of TRL's trainers.
 
-    A plain text and the end token form one string, and templates are used unchanged.
+    TRL tokenizes a plain text and the end token together, as one string, and uses chat templates unchanged.
     """
     words = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money\n" * 9
     template = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ' ' + m['content'] + eos_token }}{% endfor %}"

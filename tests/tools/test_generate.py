@@ -124,7 +124,7 @@ def test_damaged_checkpoint_falls_back_to_an_earlier_one_if_asked(load, tmp_path
 def test_texts_from_a_disk_store_match_resident_packed_weights(load, tmp_path, tp):
     """Compare texts of packed weights from a store on disk with texts of packed weights in memory.
 
-    With --prompts-at-once auto, as many prompts are generated at once as fit into memory.
+    With --prompts-at-once auto, as many prompts are continued at once as fit into memory.
     """
     flags = ["--prompt", *PROMPTS * 4, "--prompts-at-once", "auto", *GREEDY, "--sample-tokens", 12, "--weight-bits", 8]
     resident = run(load, *flags, "--weights-device", "device", world=tp)
