@@ -364,6 +364,7 @@ def load_and_change(folder: str, change: str) -> tuple[int, str]:
     return again.crossed() - before, again.said.getvalue()
 
 
+@pytest.mark.slow
 def test_state_of_other_weights_is_not_restored(tmp_path):
     """All ranks of a changed run send complete weights of the units whose state does not fit, and print a line."""
     found = {}
