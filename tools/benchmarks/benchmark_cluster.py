@@ -290,6 +290,7 @@ def tables(samples: Sequence[Sample], shape: Mapping[str, Any], parameters: int)
     ]
     text += ["", *_estimate_table(samples, names)]
     if any(s.uplink_bytes for s in samples):
+        text += ["", *_limit_table(samples, names)]
         text += ["", *_bytes_table(samples, names, parameters)]
     return "\n".join([*text, ""])
 
@@ -333,6 +334,23 @@ def _estimate_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
         rows.append([rate, *cells, taken, f"{loss:.2f}"])
     header = [f"{name}: estimate (relative to the measured step)" for name in names]
     return markdown(["uplink", *header, "auto takes", "its step, relative to the faster format"], rows)
+
+
+def _limit_table(samples: Sequence[Sample], names: list[str]) -> list[str]:
+    """Return the table of step times relative to their lower limit.
+
+    The limit is the larger of two times: the step's bytes at the rate of the link, and the step on the fastest link."""
+    samples = [s for s in samples if s.uplink_bytes]
+    names = [name for name in names if any(s.variant == name for s in samples)]
+    rows, rates = [], _rates(samples)
+    fastest = _medians(samples, rates[-1], "seconds")
+    for rate in rates:
+        seconds, bits, cells = _medians(samples, rate, "seconds"), parse_rate(rate) or math.inf, []
+        for name in names:
+            wire = 8 * statistics.median(statistics.mean(s.uplink_bytes) for s in samples if s.variant == name) / bits
+            cells.append(f"{seconds[name] / max(wire, fastest[name]):.2f} (wire {wire:.2f} s)")
+        rows.append([rate, *cells])
+    return markdown([f"step / max(wire, step at {rates[-1]})", *names], rows)
 
 
 def _rates(samples: Sequence[Sample]) -> list[str]:

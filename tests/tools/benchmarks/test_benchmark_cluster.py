@@ -45,16 +45,22 @@ def test_tables_show_medians_slowest_link_first_and_counted_bytes():
     assert "| hsdp | 0.005 | 2.562 | 0.005 | +2.50 % |" in lines
 
 
-def test_tables_compare_estimates_with_measured_steps():
+def test_tables_compare_estimates_and_limits_with_measured_steps():
+    """Compare the planner's estimates and the times on the wire with measured steps.
+
+    The link of 100 Mbit/s carries 12.5 MB per second.
+    """
     samples = [
-        sample("zeropp-overlap", 2.5, estimate=2.0),
-        sample("lossless", 2.0, estimate=2.2),
-        sample("zeropp-overlap", 1.0, estimate=1.1, rate="10gbit"),
-        sample("lossless", 1.6, estimate=1.6, rate="10gbit"),
+        sample("zeropp-overlap", 2.5, estimate=2.0, uplink_bytes=[25_000_000] * 2),
+        sample("lossless", 2.0, estimate=2.2, uplink_bytes=[12_500_000] * 2),
+        sample("zeropp-overlap", 1.0, estimate=1.1, rate="10gbit", uplink_bytes=[25_000_000] * 2),
+        sample("lossless", 1.6, estimate=1.6, rate="10gbit", uplink_bytes=[12_500_000] * 2),
     ]
     text = tables(samples, SHAPE_OF_TWO, 1000)
     assert "| 100mbit | 2.00 s (0.80) | 2.20 s (1.10) | zeropp-overlap | 1.25 |" in text
     assert "| 10gbit | 1.10 s (1.10) | 1.60 s (1.00) | zeropp-overlap | 1.00 |" in text
+    assert "| 100mbit | 1.25 (wire 2.00 s) | 1.25 (wire 1.00 s) |" in text
+    assert "| 10gbit | 1.00 (wire 0.02 s) | 1.00 (wire 0.01 s) |" in text
 
 
 def test_interrupted_benchmark_resumes_with_missing_samples_of_its_model(tmp_path):
