@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 MOST_PORT = 2**16 - 1  # largest number of a TCP port
-WILDCARDS = (
-    "0.0.0.0",
-    "::",
-)  # hosts that stand for all addresses of a machine that listens; nobody can connect to them
+# Hosts that stand for all addresses of a machine that listens; nobody can connect to them
+WILDCARDS = ("0.0.0.0", "::")
 
 
 class Address(NamedTuple):

@@ -168,16 +168,13 @@ def _say_whom_it_waits_for(place: RankInfo) -> Iterator[None]:
     The first rank of each host prints which ranks it waits for, and at which address. Workers of MegaZ++'s launcher
     print nothing, because the launcher itself waits for other hosts.
     """
-
-    def say_it() -> None:
-        others = f"the other {place.world_size - 1} rank(s) to connect to" if place.rank == 0 else "rank 0 at"
-        say(
-            f"rank {place.rank} on {socket.gethostname()} has waited {WAIT_SECONDS:g} s for {others} {store_address()} "
-            "and goes on waiting. If nothing follows, that address or port is wrong, a firewall drops the packets, or "
-            "the other ranks have not started"
-        )
-
-    timer = threading.Timer(WAIT_SECONDS, say_it)
+    others = f"the other {place.world_size - 1} rank(s) to connect to" if place.rank == 0 else "rank 0 at"
+    hint = (
+        f"rank {place.rank} on {socket.gethostname()} has waited {WAIT_SECONDS:g} s for {others} {store_address()} "
+        "and goes on waiting. If nothing follows, that address or port is wrong, a firewall drops the packets, or "
+        "the other ranks have not started"
+    )
+    timer = threading.Timer(WAIT_SECONDS, say, [hint])
     timer.daemon = True
     if place.world_size > 1 and place.local_rank == 0 and LAUNCHER_PID not in os.environ:
         timer.start()

@@ -188,7 +188,8 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
         ValueError: a checkpoint, tokenizer, chat template, reward function or line of data is missing or unsuitable.
     """
     config, (post, form, rewards, lora, _), problems = parsed.config, post_configs(parsed), Problems()
-    asked = lora.lora_r is not None or post.needs_reference or not parsed.origins["ref_load"].startswith(DEFAULT)
+    gives_reference = not parsed.origins["ref_load"].startswith(DEFAULT)  # True if the user has given --ref-load
+    asked = lora.lora_r is not None or post.needs_reference or gives_reference
     with problems:
         check_reward_functions(rewards)
     folders = {"--save": config.checkpoint.save, "--run-dir": config.tracking.run_dir}
@@ -209,7 +210,7 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
                     sizes = f"{record.vocab_size} tokens, but the policy's has {earlier.vocab_size}"
                     remedy = "give a reference model with the policy's tokenizer"
                     raise ValueError(f"{folder.name}: the reference model's tokenizer has {sizes}; {remedy}")
-                if not parsed.origins["ref_load"].startswith(DEFAULT):
+                if gives_reference:
                     check_same_tokens(folder, record, tokenizer)
         with problems:
             if post.reward_load is not None:

@@ -335,8 +335,10 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
     # ---- add a line per parameter whose gradient norm is not finite, with the ranks where this began
     bad = {name: value for name, value in first.norms.items() if not math.isfinite(value)}
     for name, value in list(bad.items())[:SHOWN]:
-        ranks = [rank for rank, each in enumerate(reports) if len(reports) == 1 or name in (each.suspects or ())]
-        if reports[0].suspects is None and len(reports) > 1:
+        ranks = [rank for rank, each in enumerate(reports) if name in (each.suspects or ())]
+        if len(reports) == 1:
+            origin = "from rank 0"
+        elif reports[0].suspects is None:
             origin = "from an unknown rank, because FSDP2 sums the gradients of whole copies (ZeRO stage 0)"
         else:
             origin = f"from rank {', '.join(map(str, ranks))}" if ranks else "every rank's own gradient was finite"
