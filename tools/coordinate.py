@@ -21,7 +21,7 @@ from megazpp.base.program import begin
 begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from megazpp.base.address import is_loopback, parse_address
-from megazpp.base.flags import not_empty
+from megazpp.base.flags import checked_path
 from megazpp.base.program import flags_of, lasting_output, program
 from megazpp.elastic.coordinator import Coordinator, serve_until_ended
 from megazpp.elastic.wire import read_secret
@@ -31,7 +31,7 @@ from megazpp.elastic.wire import read_secret
 def main(argv: list[str]) -> int:
     """Run the coordinator until a signal ends it, or another coordinator takes over its folder."""
     parser = flags_of(__doc__)
-    path = not_empty(Path, "path", None)
+    path = checked_path(Path, "path", None)
     parser.add_argument("--folder", metavar="FOLDER", type=path, required=True, help="folder of the run's journal")
     parser.add_argument(
         "--listen", metavar="HOST:PORT", default="127.0.0.1:29700", help="address to listen on (default: %(default)s)"

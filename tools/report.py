@@ -19,7 +19,7 @@ from megazpp.base.program import begin
 
 begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
-from megazpp.base.flags import not_empty
+from megazpp.base.flags import checked_path
 from megazpp.base.program import flags_of, program
 from megazpp.report.groups import read_rounds
 from megazpp.report.page import write_report
@@ -30,7 +30,7 @@ from megazpp.report.runs import read_runs
 def main(argv: list[str]) -> None:
     """Write the HTML report on the given runs, and print its path."""
     parser = flags_of(__doc__)
-    path = not_empty(Path, "path", None)
+    path = checked_path(Path, "path", None)
     parser.add_argument("runs", metavar="RUN", type=path, nargs="+", help="run folder")
     parser.add_argument(
         "--output", metavar="FILE", type=path, help="path of the HTML file (default: report.html in the first folder)"

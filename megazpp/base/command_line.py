@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import re
 import shlex
 import textwrap
@@ -35,11 +36,11 @@ from megazpp.base.flags import (
     as_words,
     asks,
     check_needs,
+    checked_path,
     config_title,
     flag_name,
     flag_texts,
     is_union,
-    not_empty,
     type_hints,
 )
 
@@ -273,7 +274,7 @@ def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Ite
     if not text.startswith("@") or text == "@":
         yield word
         return
-    candidates = list(dict.fromkeys((folder / Path(text[1:]).expanduser()).resolve() for folder in folders))
+    candidates = list(dict.fromkeys((folder / os.path.expanduser(text[1:])).resolve() for folder in folders))
     path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
         places = " and ".join(_shown(candidate.parent) for candidate in candidates)
@@ -454,7 +455,7 @@ def _add_flag(
         settings["action"] = _OffSwitch if default is False else argparse.BooleanOptionalAction
     else:
         settings |= _one_value(parts, optional, spec.metavar or ("PATH" if field.name.endswith(PATH_ENDS) else None))
-        settings["type"] = not_empty(settings["type"], field.name, default)
+        settings["type"] = checked_path(settings["type"], field.name, default)
     return group.add_argument(flag_name(field), *spec.aliases, **settings), optional
 
 

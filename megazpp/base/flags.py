@@ -29,14 +29,15 @@ import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"  # origin of flags that the user has typed
 # Endings of the names of fields whose values --help calls PATH
 PATH_ENDS = ("path", "file", "dir", "folder", "model", "save", "load")
-# Endings of the names of fields whose values are paths. An empty text is an error as the value of such a field.
-PATHS = (*PATH_ENDS, "store", "patches", "input", "output", "adapter", "prefix")
+# Endings of the names of fields whose values are paths, which `checked_path` checks.
+PATHS = (*PATH_ENDS, "store", "patches", "input", "output", "adapter", "prefix", "lora_base")
 CHECKPOINT = "checkpoint"  # origin of flags that a checkpoint has set
 # Largest number of processes that a flag may start on one machine. Each of them loads this program and its libraries.
 MOST_PROCESSES = 1024, "the limit for processes on one machine"
@@ -150,8 +151,10 @@ def flag_texts(config: type) -> dict[str, str]:
     return {name: " ".join(text.split()).removesuffix(".") for name, text in entries}
 
 
-def not_empty(read: Callable[[str], Any], name: str, default: Any) -> Callable[[str], Any]:
-    """Return a type for argparse that refuses the empty text, which `Path` would read as the current folder.
+def checked_path(read: Callable[[str], Any], name: str, default: Any) -> Callable[[str], Any]:
+    """Return a type for argparse that refuses texts which are no path: the empty text, and `~NAME` of an unknown user.
+
+    `Path` would read the empty text as the current folder.
 
     Args:
         read: the type without this check. The result is `read` itself if the field is no path, or its default is "".
@@ -167,6 +170,10 @@ def not_empty(read: Callable[[str], Any], name: str, default: Any) -> Callable[[
             raise argparse.ArgumentTypeError(
                 "the value is empty: give a path, or leave the flag out (is a variable of the shell not set?)"
             )
+        try:
+            Path(text).expanduser()
+        except RuntimeError:  # "~NAME/..." of an unknown user, or "~/..." of a user without a home folder
+            raise argparse.ArgumentTypeError(f"{text}: there is no such home folder; give a path without ~") from None
         return read(text)
 
     return read_path

@@ -394,7 +394,7 @@ def in_words(error: BaseException, command_line: Sequence[str] | None = None) ->
     for word in sys.argv[1:] if command_line is None else command_line:
         if word.startswith("--"):
             flag, _, word = word.partition("=")
-        value = Path(word).expanduser() if flag and word else None
+        value = Path(os.path.expanduser(word)) if flag and word else None
         if value is not None and (value == path or value in path.parents or path in value.parents):
             return f"{flag} {word}: {path}: {error.strerror}{remedy}"
     return f"{path}: {error.strerror}{remedy}"

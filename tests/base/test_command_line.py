@@ -117,6 +117,8 @@ REFUSED = f"""
 --mode twist | --mode: 'twist' is not one of push, pull
 --save '' | --save: the value is empty: give a path, or leave the flag out
 --save= | --save: the value is empty
+--save ~no.such.user/a | --save: ~no.such.user/a: there is no such home folder; give a path without ~
+--depth deep @~no.such.user/a | there is no flag file ~no.such.user/a
 --level 3 | --level: '3' is not one of 0, 1, 2, none
 --loud=1 | --loud takes no value, not 1
 --ramp 1 2 | --ramp: expected 3 arguments

@@ -154,11 +154,11 @@ def test_bad_input_is_rejected_in_one_line_and_changes_no_file(converted, run_ma
         assert content() == before, command
 
 
-@pytest.mark.parametrize("command", ["report ''", "report run --output=", "coordinate --folder ''"])
-def test_empty_path_is_rejected_and_not_taken_for_the_current_folder(command, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["report ''", "report run --output=", "coordinate --folder ~no.such.user/a"])
+def test_text_that_is_no_path_is_rejected_before_a_folder_is_used(command, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     tool, *words = shlex.split(command)
     with pytest.raises(SystemExit):
         importlib.import_module(tool).main(words)
-    assert "the value is empty: give a path" in capsys.readouterr().err
+    assert ("no such home folder" if "~" in command else "the value is empty: give a path") in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
