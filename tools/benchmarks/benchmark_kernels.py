@@ -1,13 +1,14 @@
-"""Time the kernels of block quantization, and compare their bytes per second with a plain copy in the same process.
+"""Time the kernels of block quantization and of weight deltas, and compare their bytes per second with a plain copy.
 
 python tools/benchmarks/benchmark_kernels.py --elements 16777216 --block-size 128 --threads 1
 
 The bytes of a function are those that it must read and write, each once. The column "of memcpy" is the ratio of its
-bytes per second to a copy of an fp32 buffer. A round times every function once, and the table shows medians over
-rounds. On a CPU with one thread, the clock is the thread's CPU time, which other load on the machine affects less.
+bytes per second to a copy of an fp32 buffer in the same process. A round times every function once, and the table has
+medians over rounds. The column "first ms" has the time of the first call, which compiles kernels on a GPU. On a CPU
+with one thread, the clock is the thread's CPU time, which other load on the machine affects less.
 
-On a CPU, the table also has lossless weight deltas. A delta encodes how the 20th AdamW step with the given learning
-rate changes bf16 weights. Its rate in GB of weights per second, at 2 bytes per weight, is twice the column Gelement/s.
+A lossless weight delta encodes how the 20th AdamW step with the given learning rate changes bf16 weights, at most 2^28
+of them. Its rate in GB of weights per second, at 2 bytes per weight, is twice the column Gelement/s.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from megazpp.kernels.weight_delta import decode, encode, message_bytes, numbers
 
 BUSY_CYCLES = 1_000_000  # GPU cycles, about half a millisecond: longer than the host takes to launch a kernel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LEARNING_RATES = (3e-4, 1e-6)  # at 3e-4 most bf16 weights change in a step, at 1e-6 few
+LEARNING_RATES = (3e-3, 3e-4, 1e-5, 1e-6)  # at 3e-3 nearly all bf16 weights change in a step, at 1e-6 few
+DELTA_ELEMENTS = 1 << 28  # largest number of weights of a timed delta, more than a sharding unit usually has
 DIFFERENT = 1 << 20  # number of different weights; larger tensors repeat them
 
 
@@ -70,14 +72,14 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {args.device}, {args.threads} thread(s): {backend(args.device)[1]}")
     pieces = build_pieces(args.elements, args.block_size, args.peers, args.device)
-    show(pieces, time_on(args.device, pieces, args.rounds, args.threads))
+    show(pieces, *time_on(args.device, pieces, args.rounds, args.threads))
 
 
 def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece]:
     """Return the calls that the benchmark times.
 
     The first call is a plain copy of an fp32 tensor, the baseline. The others quantize, dequantize and sum tensors, for
-    every wire format and dtype.
+    every wire format and dtype, and encode and decode weight deltas.
 
     Args:
         n: number of elements.
@@ -116,12 +118,10 @@ def build_pieces(n: int, block_size: int, peers: int, device: str) -> list[Piece
         add = partial(unpack_sum, received, table, out=torch.empty(n // peers, device=device))
         moved = n // peers * (peers * fmt.bits_per_element(n // peers) / 8 + 4)
         pieces.append(Piece(f"sum {peers} int{bits} to fp32", n // peers, moved, add))
-    if device == "cpu":
-        pieces += [piece for lr in LEARNING_RATES for piece in delta_pieces(n, lr)]
-    return pieces
+    return pieces + [piece for lr in LEARNING_RATES for piece in delta_pieces(min(n, DELTA_ELEMENTS), lr, device)]
 
 
-def delta_pieces(n: int, lr: float) -> list[Piece]:
+def delta_pieces(n: int, lr: float, device: str) -> list[Piece]:
     """Return the calls that encode and decode a lossless weight delta.
 
     Decoding works in place. The call therefore decodes two deltas, to the new weights and back to the old ones.
@@ -129,13 +129,14 @@ def delta_pieces(n: int, lr: float) -> list[Piece]:
     Args:
         n: number of weights.
         lr: learning rate of the AdamW step between old and new weights.
+        device: "cpu" or "cuda".
     """
-    new, old = weights_after_and_before_step(n, lr)
-    message = torch.zeros(message_bytes(n), dtype=torch.uint8)
+    new, old = (weights.to(device) for weights in weights_after_and_before_step(n, lr))
+    message = torch.zeros(message_bytes(n), dtype=torch.uint8, device=device)
     encode(new, old, message)
     needed = int(numbers(message.unsqueeze(0))[0, 0])
     capacity = align(needed + needed // 8)  # with a margin of an eighth, as in training
-    forth, back = torch.zeros(2, message_bytes(n, capacity), dtype=torch.uint8)
+    forth, back = torch.zeros(2, message_bytes(n, capacity), dtype=torch.uint8, device=device)
     encode(old, new, back)
     weights = old.clone().unsqueeze(0)
 
@@ -167,14 +168,14 @@ def weights_after_and_before_step(n: int, lr: float) -> tuple[torch.Tensor, torc
     return new, old
 
 
-def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> list[float]:
-    """Return the median seconds of every function call; the first round, with its compilations, does not count."""
+def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> tuple[list[float], list[float]]:
+    """Return the median seconds of each function's calls after the first, and those of the first, which compiles."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     seconds = [
         [gpu_seconds(piece.run) if device == "cuda" else host_seconds(piece.run, clock) for piece in pieces]
         for _ in range(rounds + 1)
     ]
-    return [statistics.median(times) for times in zip(*seconds[1:], strict=True)]
+    return [statistics.median(times) for times in zip(*seconds[1:], strict=True)], seconds[0]
 
 
 def gpu_seconds(run: Callable[[], object]) -> float:
@@ -198,15 +199,15 @@ def host_seconds(run: Callable[[], object], clock: Callable[[], float]) -> float
     return clock() - started
 
 
-def show(pieces: list[Piece], seconds: list[float]) -> None:
+def show(pieces: list[Piece], seconds: list[float], first: list[float]) -> None:
     """Print the table; the first of `pieces` is the copy that all others are compared with."""
     copied = pieces[0].num_bytes / seconds[0]
-    print(f"{'':32s} {'ms':>9s} {'Gelement/s':>11s} {'GB/s':>8s} {'of memcpy':>10s}")
-    for piece, time_taken in zip(pieces, seconds, strict=True):
+    print(f"{'':32s} {'ms':>9s} {'first ms':>9s} {'Gelement/s':>11s} {'GB/s':>8s} {'of memcpy':>10s}")
+    for piece, time_taken, first_time in zip(pieces, seconds, first, strict=True):
         rate = piece.num_bytes / time_taken
         print(
-            f"{piece.name:32s} {time_taken * 1e3:9.3f} {piece.elements / time_taken / 1e9:11.2f} {rate / 1e9:8.1f}"
-            f" {rate / copied:10.0%}"
+            f"{piece.name:32s} {time_taken * 1e3:9.3f} {first_time * 1e3:9.1f}"
+            f" {piece.elements / time_taken / 1e9:11.2f} {rate / 1e9:8.1f} {rate / copied:10.0%}"
         )
 
 
