@@ -167,6 +167,12 @@ class Estimator:
         if config not in self._estimates:
             choice, found = self._choose(config)
             plan = plan_run(config, self.cluster, device_type=self._device_type, weight_delta=choice)
+            if config.zero.optimizer_cpu_offload and self.cluster.host is None and self._is_timed(plan.layout):
+                file = config.cluster.cluster_file
+                raise ValueError(
+                    f"--cluster-file {file} lacks `host`, the bandwidth to host memory, which the times of "
+                    "--optimizer-cpu-offload need: add it"
+                )
             self._estimates[config] = self._estimate(config, plan) if found is None else found._replace(plan=plan)
         return self._estimates[config]
 
@@ -294,12 +300,6 @@ class Estimator:
                     raise ValueError(
                         f"--cluster-file {file} lacks links.{kind}, which the axis {axis} uses: add the link's speed"
                     )
-            if config.zero.optimizer_cpu_offload and self.cluster.host is None:
-                file = config.cluster.cluster_file
-                raise ValueError(
-                    f"--cluster-file {file} lacks `host`, the bandwidth to host memory, which the times of "
-                    "--optimizer-cpu-offload need: add it"
-                )
             costs = ClusterCosts(layout, self.calibration.efficiency, free=free)
         simulator = build_step_simulator(
             config,

@@ -70,7 +70,7 @@ def test_one_gpu_needs_no_links_for_times():
     assert estimate(config(), alone).seconds > 0
 
 
-def test_missing_link_is_named_with_the_cluster_file(tmp_path):
+def test_missing_link_or_host_is_named_with_the_cluster_file(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("""
 nodes: 2
@@ -80,6 +80,9 @@ device: {name: a GPU, teraflops: 10, gigabytes: 1, gigabytes_per_second: 100}
 """)
     with pytest.raises(ValueError, match=rf"--cluster-file {path} lacks links\.domain, which the axis \w+ uses"):
         estimate(config(f"--cluster-file {path}"), read_cluster(str(path)))
+    offloaded = config(f"--cluster-file {path} --optimizer-cpu-offload")
+    with pytest.raises(ValueError, match=rf"--cluster-file {path} lacks `host`"):
+        estimate(offloaded, pair())
 
 
 def test_tokens_and_flops_per_second_follow_from_step_seconds():
@@ -126,6 +129,7 @@ def test_auto_weight_delta_follows_dtype_memory_and_step_time():
         (f"{bf16} --zeropp", pair(None, None), 0.001, int8 + "lossless deltas would need "),
         (f"{bf16} --zeropp", pair(LINKS, small), None, int8 + "lossless deltas would need "),
         (f"{bf16} --zeropp", pair(LINKS, DEVICE), None, lossless + steps),
+        (f"{bf16} --zeropp --optimizer-cpu-offload", pair(LINKS, DEVICE), None, lossless + steps),
         (f"{bf16} --zeropp", pair(LINKS, None), None, lossless + communication),
         (f"{bf16} --zeropp", pair(fast, DEVICE), None, int8 + steps),
         (f"{bf16} --zeropp", pair(fast, None), None, int8 + communication),
