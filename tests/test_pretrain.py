@@ -390,6 +390,10 @@ def test_command_that_resumes_names_the_launcher(tmp_path, monkeypatch):
     forked = parse(shlex.join([*TOY, "--train-iters", "4", "--save", "x", "--load", "base", "--finetune"]))
     again = what_next(forked, tmp_path, stopped=True, generate_flags="--chat")
     assert again == "to resume: python pretrain_gpt.py --save x"
+    for given, end in (("x --ckpt-step 2", " --ckpt-step none"), ("base --ckpt-step 2", ""), ("x", "")):
+        back = parse(shlex.join([*TOY, "--train-iters", "4", "--save", "x", "--load", *given.split()]))
+        again = what_next(back, tmp_path, stopped=True, generate_flags="--chat")
+        assert again == f"to resume: python pretrain_gpt.py --save x{end}"
     complete = what_next(parsed, tmp_path / "a b", stopped=False, generate_flags="--chat")
     parts = what_next(parsed, tmp_path / "a b", stopped=False, generate_flags="--chat", split=True)
     assert "has only a part of the checkpoint" in parts

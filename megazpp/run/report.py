@@ -17,7 +17,7 @@ from megazpp.base.launcher import find_launcher
 from megazpp.base.program import LAUNCHER_PID, aligned, errors_as
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.metadata import found_from_anywhere
-from megazpp.checkpoint.read import Verified, same_folder
+from megazpp.checkpoint.read import Verified, same_folder, saves_where_it_loads
 from megazpp.data.dataset import cache_dir
 from megazpp.data.text import BUILTIN
 from megazpp.model.backends import model_backends
@@ -224,13 +224,16 @@ def what_next(
         return "nothing was saved: only a run with --save FOLDER can be resumed"
     if stopped:
         program, *flags = sys.argv
-        # A command that has --load needs no change: the run resumes from its own checkpoints in --save.
+        # A command with --load needs no other --load: the run resumes from its own checkpoints in --save. The run must
+        # not go back again to one of them that --ckpt-step has selected.
+        back = parsed.config.checkpoint.ckpt_step is not None and saves_where_it_loads(parsed.config.checkpoint)
+        latest = " --ckpt-step none" if back else ""
         there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load is None else ""
         to = f" --save {shlex.quote(save)}" if save is not None and "save" not in parsed.origins else ""
         launched = None if LAUNCHER_PID in os.environ else find_launcher()
         # The launcher's flags may differ between hosts, so the shown command has "..." in their place.
         start = "python" if launched is None else f"{launched.launcher} ..."
-        command = f"to resume: {start} {shlex.join([program, *flags])}{to}{there}"
+        command = f"to resume: {start} {shlex.join([program, *flags])}{to}{there}{latest}"
         if parsed.config.launch.num_nodes > 1:
             return f"{command}\nstart it on each host, with its own --node-rank"
         if launched is None or launched.launcher != "torchrun" or launched.local_size == launched.world_size:
