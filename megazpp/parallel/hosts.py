@@ -234,6 +234,7 @@ class Hosts:
                 if leaving:
                     break
                 time.sleep(POLL_SECONDS)
+            store.set(f"{LEFT}/{self.node_rank}", "")
             store.add(LEFT, 1)
             wait_until(lambda: self.node_rank != 0 or store.add(LEFT, 0) >= expected - len(self._killed))
         except ValueError as mistake:
@@ -244,7 +245,7 @@ class Hosts:
         self._done.set()
 
     def _find_killed(self, store: dist.Store) -> None:
-        """End the job if all connections of a host to the store are closed, although no host has left the job yet.
+        """End the job if all connections of a host to the store are closed, although this host has not left the job.
 
         The kernel closes the connections of killed processes. If only the link is down, the connections stay open, and
         the watchdogs of the ranks end the job later. Node 0 calls this method.
@@ -255,7 +256,8 @@ class Hosts:
             self._others = {node: (name, address) for node, (name, *_, address) in enumerate(found, start=1)}
         self._seen |= {node for node, (_, address) in self._others.items() if address in connected}
         gone = {node for node in self._seen if self._others[node][1] not in connected}
-        if gone and store.add(LEFT, 0) == 0:
+        gone = {node for node in gone if not store.check([f"{LEFT}/{node}"])}
+        if gone:
             self._killed = gone
             names = ", ".join(self._others[node][0] for node in sorted(gone))
             text = f"{names}: all processes of the job have ended without notice, because they or the host were killed"

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from helpers.refusals import not_refused
@@ -60,13 +61,13 @@ def together(*all_hosts: Hosts) -> list[str]:
 
 
 @contextmanager
-def connected_pair() -> Iterator[tuple[Hosts, Hosts, ThreadPoolExecutor]]:
-    """Yield the launchers of two hosts that have found each other, and a pool of threads, one for each of them."""
+def connected_hosts(count: int = 2) -> Iterator[Any]:
+    """Yield the launchers of `count` hosts that have found each other, and a pool of threads, one for each of them."""
     port = free_port()
-    here, there = host(0, port), host(1, port)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(Hosts.gather, (here, there)))
-        yield here, there, pool
+    found = [host(number, port, num_nodes=count) for number in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(Hosts.gather, found))
+        yield *found, pool
 
 
 def test_hosts_find_each_other_and_say_which_ranks_they_have(capsys):
@@ -116,7 +117,7 @@ def test_second_host_with_the_same_node_rank_ends_alone():
 
 
 def test_reason_reaches_the_other_hosts_within_seconds():
-    with connected_pair() as (here, there, pool):
+    with connected_hosts() as (here, there, pool):
         started = time.monotonic()
         pool.submit(there.end, "rank 1 was killed by SIGKILL")
         wait_until(lambda: here.over is not None, 10)
@@ -133,7 +134,7 @@ def test_killed_host_ends_the_job_within_seconds_with_its_name(monkeypatch):
     """
     connected = {"127.0.0.1"}
     monkeypatch.setattr(hosts, "connected_to", lambda port: connected)
-    with connected_pair() as (here, there, _):
+    with connected_hosts() as (here, there, _):
         time.sleep(3 * hosts.KILLED_SECONDS)
         assert here.over is None
         connected.clear()
@@ -146,16 +147,18 @@ def test_killed_host_ends_the_job_within_seconds_with_its_name(monkeypatch):
         there.end("")
 
 
-def test_host_that_leaves_is_not_taken_for_killed(monkeypatch):
+def test_only_hosts_that_have_not_left_are_taken_for_killed(monkeypatch):
     connected = {"127.0.0.1"}
     monkeypatch.setattr(hosts, "connected_to", lambda port: connected)
-    with connected_pair() as (here, there, _):
+    with connected_hosts(3) as (here, left, killed, _):
         time.sleep(2 * hosts.KILLED_SECONDS)
-        there.end("")
+        left.end("")
         connected.clear()
-        time.sleep(2 * hosts.KILLED_SECONDS)
-        assert here.over is None
+        for each in (here, killed):
+            wait_until(lambda each=each: each.over is not None, 10)
+            assert each.over.startswith("gamma: all processes of the job have ended without notice")
         here.end("")
+        killed.end("")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
