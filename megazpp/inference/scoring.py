@@ -166,7 +166,8 @@ def score_whole(
     # eod, if the tokenizer has it, before the text, from which its first id is predicted.
     start = None if tokenizer.special_tokens.used and tokenizer.special_tokens.before else tokenizer.eod
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
-    # ---- compute the mean loss of all tokens of the text
+    # ---- compute the mean loss of all tokens of the text; a batch is not larger than the text
+    micro_batch_size = min(micro_batch_size, -(-len(text) // dims.data_size))
     batch_size = micro_batch_size * dims.data_size
     with BatchLoader(
         text,

@@ -56,7 +56,7 @@ def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> 
     return score, total / len(IDS)
 
 
-@pytest.mark.parametrize(("world_size", "tp", "micro_batch_size"), [(1, 1, 3), slow(4, 2, 1)])
+@pytest.mark.parametrize(("world_size", "tp", "micro_batch_size"), [(1, 1, 3), (1, 1, 10**9), slow(4, 2, 1)])
 def test_every_token_of_a_text_or_dataset_is_scored_once(paths, tmp_path, world_size, tp, micro_batch_size):
     case = Case(vocab_size=257, tp=tp, sequence_parallel=tp > 1)
     for path in paths:
