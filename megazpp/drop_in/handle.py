@@ -67,11 +67,6 @@ class Handle(Sharding):
     ) -> None:
         super().__init__(model, units, zero, comms, counter)
         self._accumulation, self._layout, self.replaced = accumulation, layout, replaced
-        # If a module belongs to several units, keep only the highest ZeRO stage of these units. A unit on one rank has
-        # stage 2, other units stage 3. But FSDP2's settings, such as freeing the weights after a forward (stage 3),
-        # hold for a whole module.
-        stages = sorted(self._modules, key=lambda each: each[1])
-        self._modules = list(dict(stages).items())
         self._watched = [gather for gather, _ in comms if isinstance(gather, WatchedGather)]
         self._differing = [gather for gather in self._watched if gather.secondary.sends_differences]
         self._restoring = [reduce for _, reduce in comms if isinstance(reduce, RestoringReduce)]

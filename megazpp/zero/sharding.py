@@ -18,7 +18,7 @@ Collectives only sum gradients: the caller divides the loss by the global number
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -243,13 +243,12 @@ class Sharding:
         An evaluation of several forwards then gathers each parameter only once. Inside the context, a rank needs memory
         for all gathered parameters.
         """
-        for module, _ in self._modules:
-            module.set_reshard_after_forward(False, recurse=False)
         try:
-            yield
+            with ExitStack() as stack:
+                for unit in self.units:
+                    stack.enter_context(unit.keep_unsharded())
+                yield
         finally:
-            for module, stage in self._modules:
-                module.set_reshard_after_forward(stage == 3, recurse=False)
             self.reshard()
 
     def invalidate_weights(self) -> None:

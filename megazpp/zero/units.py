@@ -142,6 +142,18 @@ class Unit:
         for module in self.modules:
             module.reshard()
 
+    @contextmanager
+    def keep_unsharded(self) -> Iterator[None]:
+        """Return a context in which FSDP2 does not free the unit's gathered parameters after a forward."""
+        group, state = self._group, self.modules[0]._get_fsdp_state()
+        before, group.post_forward_mesh_info = group.post_forward_mesh_info, None
+        try:
+            yield
+        finally:
+            # The first forward of a model makes FSDP2 keep the root's parameters, unless the program has chosen.
+            keeps = state._is_root and state._auto_reshard_after_forward
+            group.post_forward_mesh_info = None if keeps else before
+
     def as_dtensors(self, shards: Sequence[torch.Tensor]) -> dict[str, DTensor]:
         """Wrap one local tensor per parameter as DTensors that are sharded like the unit's parameters.
 

@@ -20,6 +20,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
 
 import megazpp
 from megazpp.drop_in import api
@@ -478,6 +479,29 @@ def test_nodes_are_discovered_by_the_current_gpu(monkeypatch):
     monkeypatch.setattr(api, "describe_host", lambda local_rank, device: found.append(device))
     api._find_cluster(Mock(device_type="cuda", size=lambda: 4), None)
     assert found == [torch.device("cuda", 0)]
+
+
+def sharded_after_a_forward(evaluations: int) -> list[bool]:
+    """Return whether a forward frees the parameters of three units, after evaluations inside `keep_unsharded`.
+
+    The units are wrapped with `reshard_after_forward=False`, with the default, and as the root with the default.
+    """
+    model = blocks()
+    fully_shard(model[0], reshard_after_forward=False)
+    fully_shard(model[1][0])
+    fully_shard(model)
+    handle = megazpp.zeropp(model, ranks_per_node=1, config=config())
+    with torch.no_grad():
+        for _ in range(evaluations):
+            with handle.keep_unsharded():
+                model(torch.ones(1, 16))
+        model(torch.ones(1, 16))
+    return [isinstance(layer.weight, DTensor) for layer in (model[0][0], model[1][0], model[1][1])]
+
+
+def test_keep_unsharded_restores_what_a_forward_frees():
+    for evaluations in (0, 2):
+        assert ranks(2).run(sharded_after_a_forward, evaluations) == [[False, True, False]] * 2
 
 
 def step_with_replaced_parameters() -> None:
