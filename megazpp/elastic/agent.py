@@ -44,7 +44,7 @@ class Agent:
     Args:
         flags: flags of elastic DiLoCo, with the addresses and the secret of the run.
         hello: first message to the coordinator: name of the group, index of the rank, and the entries that
-            `Rounds.connect` lists, except the address of this rank.
+            `Rounds.connect` lists.
         most_bytes: largest number of bytes to accept from another group, which is the size of a snapshot.
         snapshot: function that returns a snapshot of this rank's outer state for another group: a record (version, id
             and number of merged steps), and the bytes of the state. The agent calls the function in a thread.
@@ -144,14 +144,13 @@ class Agent:
                 setattr(self, name, value)
         self._report()
 
-    def publish(self, data: bytes, *, tokens: float, steps: int, cells: list[list[int]]) -> str:
+    def publish(self, data: bytes, *, tokens: float, steps: int) -> str:
         """Offer a contribution to the next outer step: report it to the coordinator, and serve it to other groups.
 
         Args:
             data: this rank's message of the contribution.
             tokens: tokens that the group has trained since its last contribution to this fragment.
             steps: training steps since the group's last contribution.
-            cells: the samples of these steps, as cells of the run's table of samples.
 
         Returns:
             the id of the contribution, which is the same on all ranks of the group.
@@ -161,8 +160,7 @@ class Agent:
             cid = f"{self._hello['incarnation']}.{self._numbers}"
             self._numbers += 1
             self._messages[cid] = data
-            entry = {"base": self.version, "tokens": tokens, "steps": steps, "cells": cells, "digest": digest}
-            self._published[cid] = entry
+            self._published[cid] = {"base": self.version, "tokens": tokens, "steps": steps, "digest": digest}
         self._report()
         return cid
 
@@ -244,7 +242,7 @@ class Agent:
         while not self._closed:
             channel = self._connect(lambda error: False)
             try:
-                about = {"version": self.version, "id": self.id, "joined": self.joined, "address": self._address}
+                about = {"version": self.version, "id": self.id, "joined": self.joined}
                 channel.send(self._hello | about)
                 with self._changed:
                     self._channel = channel
@@ -310,6 +308,7 @@ class Agent:
             channel = self._channel
             report = {name: getattr(self, name) for name in REPORTED}
             report |= {"published": self._published, "have": sorted(self._messages), "unreached": self._unreached}
+            report["address"] = self._address
         if channel is not None:
             try:
                 channel.send(report)

@@ -24,7 +24,7 @@ from pathlib import Path
 from megazpp.base.address import Address
 from megazpp.base.files import DamagedError, append_line, lock_for_this_job, write_whole
 from megazpp.base.program import errors_as
-from megazpp.elastic.rounds import HEARTBEAT_SECONDS, Record, RefusedError, Rounds
+from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
 from megazpp.elastic.wire import AuthenticatedListener, Channel
 
 TICK_SECONDS = 0.02  # interval at which the coordinator calls `Rounds.tick`, which makes the decisions
@@ -140,54 +140,6 @@ def _checksum_after(checksum: int, record: dict) -> int:
     return zlib.crc32(json.dumps(record).encode(), checksum)
 
 
-class Outbox:
-    """The newest state of the run that one rank has not received yet; a thread per rank sends it.
-
-    If a state still waits to be sent when the next one is put here, the entries of the next state replace its entries.
-    So a rank with a slow or lost link delays neither the decisions of the coordinator nor the states of other ranks.
-
-    Args:
-        channel: connection to the rank.
-    Attributes:
-        known: id of the run's version in the last state that was put here; None before.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._changed = channel, threading.Condition()
-        self._state: Record | None = None
-        self._is_last = False
-        self.known: str | None = None
-
-    def put(self, state: Record | None, *, is_last: bool = False) -> None:
-        """Replace the state that waits to be sent to the rank.
-
-        Args:
-            state: entries of the run's state that may have changed; None drops the waiting state.
-            is_last: True to close the connection after this state.
-        """
-        with self._changed:
-            self._state = None if state is None else (self._state or {}) | state
-            self._is_last = is_last
-            self._changed.notify()
-
-    def send(self) -> None:
-        """Send states until the last one is sent or the connection is lost, and close the connection."""
-        with contextlib.suppress(OSError):
-            is_last = False
-            while not is_last:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._state is not None or self._is_last)
-                    state, is_last, self._state = self._state, self._is_last, None
-                if state is not None:
-                    self._channel.send(state)
-        self._channel.close()
-
-    def close(self) -> None:
-        """Close the connection to the rank, and end `send`."""
-        self._channel.close()
-        self.put(None, is_last=True)
-
-
 class Coordinator:
     """A running coordinator of elastic DiLoCo, which serves ranks in threads until it ends.
 
@@ -222,9 +174,10 @@ class Coordinator:
             self._held = lock_for_this_job(folder / "coordinator.lock", f"--folder {folder}")
         self._say, self._journal, self._rows = say, Journal(folder), folder / "rounds.jsonl"
         self._rounds = Rounds(self._journal.records, now=time.monotonic())
-        self._lock, self._outboxes = threading.Lock(), dict[Outbox, tuple[str, int]]()
-        self._pushed_at, self._ticked_at, self.ended = 0.0, time.monotonic(), threading.Event()
-        self.why = ""
+        # held while `_rounds` is used; notified when the journal has all decisions, so that ranks may know them
+        self._changed = threading.Condition()
+        self._channels: dict[Channel, tuple[str, int]] = {}  # group and rank at the other end of each open connection
+        self._ticked_at, self.ended, self.why = time.monotonic(), threading.Event(), ""
         self._listener = AuthenticatedListener(address, secret, self._serve, say)
         self.address = self._listener.address
         say(f"term {self._journal.term} at version {self._rounds.version} listens on {self.address}")
@@ -235,20 +188,20 @@ class Coordinator:
         self.why = self.why or why
         self.ended.set()
         self._listener.close()
-        for outbox in list(self._outboxes):
-            outbox.close()
+        for channel in list(self._channels):
+            channel.close()
 
     def _tick(self) -> None:
         try:
             while not self.ended.is_set():
                 time.sleep(TICK_SECONDS)
-                with self._lock:
+                with self._changed:
                     self._advance()
         except Exception as error:
             self.close(str(error) or repr(error))
 
     def _advance(self) -> None:
-        """Let `Rounds` decide, write its new records to the journal, and then send the run's state to all ranks."""
+        """Let `Rounds` decide, write its new records to the journal, and then let the threads send the run's state."""
         now = time.monotonic()
         # A late tick means that this process was suspended or has waited for the disk. No report was handled meanwhile,
         # and no group may be removed for these missing reports.
@@ -264,43 +217,59 @@ class Coordinator:
                 append_line(self._rows, json.dumps(row | {"time": round(time.time(), 3)}))
         for line in lines:
             self._say(line)
-        if records or now > self._pushed_at + PUSH_SECONDS:
-            self._pushed_at = now
-            for outbox, (name, rank) in self._outboxes.items():
-                is_last = self._rounds.groups[name].status == "out"
-                outbox.put(self._rounds.state(name, rank, now, known=outbox.known), is_last=is_last)
-                outbox.known = self._rounds.id_of(self._rounds.version)
+        if records:
+            self._changed.notify_all()
+
+    def _keep_sending(self, channel: Channel, name: str, rank: int) -> None:
+        """Send the run's state to a rank after each decision, and every PUSH_SECONDS, until its group is out.
+
+        Each rank has a thread for this, so a rank with a slow or lost link delays neither the decisions of the
+        coordinator nor other ranks. When the link is free again, the rank gets the newest state.
+        """
+        known = None
+        with contextlib.suppress(OSError):
+            while not self.ended.is_set():
+                with self._changed:
+                    self._changed.wait(PUSH_SECONDS)
+                    if self._rounds.news.records:
+                        continue  # the journal does not have these decisions yet, so no rank may know them
+                    state = self._rounds.state(name, rank, time.monotonic(), known=known)
+                    known = self._rounds.id_of(self._rounds.version)
+                channel.send(state)
+                if state["status"] == "out":
+                    break
+        channel.close()
 
     def _serve(self, channel: Channel) -> None:
         """Register the rank at the other end of `channel`, and receive its reports until the connection ends."""
         hello = channel.receive()
         name, rank, incarnation = hello["group"], hello["rank"], hello["incarnation"]
-        outbox = Outbox(channel)
         try:
-            with self._lock:
+            with self._changed:
                 self._rounds.connect(name, rank, hello, time.monotonic())
-                self._outboxes[outbox] = name, rank
+                self._channels[channel] = name, rank
         except RefusedError as error:
             channel.send({"refused": str(error), "passes": error.passes})
             self._say(f"refused group {name}: {error}")
             return
-        # The timeout ends this thread if the rank is dead. By then `Rounds` has removed the rank's group, because it
-        # removes a group of which a rank has sent no report for HEARTBEAT_SECONDS.
-        channel.set_timeout(2 * HEARTBEAT_SECONDS)
-        threading.Thread(target=outbox.send, daemon=True).start()
+        channel.set_timeout(HEARTBEAT_SECONDS)
+        threading.Thread(target=self._keep_sending, args=(channel, name, rank), daemon=True).start()
+        why = "connection lost"
         try:
             while True:
                 report = channel.receive()
-                with self._lock:
+                with self._changed:
                     if self._rounds.groups[name].incarnation != incarnation:
                         return
                     self._rounds.report(name, rank, report, time.monotonic())
+        except TimeoutError:
+            why = f"no heartbeat for {HEARTBEAT_SECONDS:g} s"
         finally:
-            outbox.close()
-            with self._lock:
-                del self._outboxes[outbox]
-                if (name, rank) not in self._outboxes.values():  # otherwise the rank has a newer connection
-                    self._rounds.disconnect(name, incarnation, rank, time.monotonic())
+            channel.close()
+            with self._changed:
+                del self._channels[channel]
+                if (name, rank) not in self._channels.values():  # otherwise the rank has a newer connection
+                    self._rounds.disconnect(name, incarnation, rank, time.monotonic(), why)
 
 
 def serve_until_ended(coordinator: Coordinator) -> int:

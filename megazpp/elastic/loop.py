@@ -85,8 +85,6 @@ class ElasticLoop:
         # Names of the groups that were asked to save this version; None for the version of a loaded checkpoint
         self._writers: list[str] | None = None
         self._cell: Cell | None = None  # rest of the leased cell: its steps that are not trained yet; None without one
-        # cells of the steps since this group's last published contribution; the next contribution lists these cells
-        self._cells: list[Cell] = []
         self._steps = 0  # number of steps that this group has trained since its last published contribution
         self._granted = 0  # number of cells that the coordinator has leased to this group
         # By fragment of the model: tokens that this group has trained since its last contribution to this fragment
@@ -161,9 +159,9 @@ class ElasticLoop:
             the progress of the run with this group's steps, and True if this group ends its training.
         """
         assert self._cell is not None
-        block, column, step, stop = self._cell
-        self._count_step(block, column, step)
-        self._cell = [block, column, step + 1, stop] if step + 1 < stop else None
+        self._count_step()
+        column, step, stop = self._cell
+        self._cell = [column, step + 1, stop] if step + 1 < stop else None
         goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
         self._last_step_at = time.monotonic()  # after the wait for samples in `_decide`, which is no time of a step
         if self._published is not None and (self._steps >= self.outer.plan.delay or not goes_on):
@@ -204,37 +202,21 @@ class ElasticLoop:
     def _must_save(self) -> bool:
         """Return True if this leaving group has to save the outer weights, because no other group does.
 
-        At the end of the run, the coordinator has asked some groups to save the last version. This group waits, for at
-        most SAVE_SECONDS, until these groups have left. It then looks for the checkpoint in its own folder, because a
-        group may have died before its save.
+        At the end of the run, this group waits until all groups that save into its folder have saved and leave too,
+        because one of them may die before its save. It waits for at most SAVE_SECONDS. If the coordinator does not
+        answer within LEAVING_SECONDS, no other group can continue the run either, so this group saves.
         """
-        agent, writers, folder = self._agent, self._writers, self._trainer.run.save
-        if writers is None or agent.group in writers or folder is None:
+        folder, began = self._trainer.run.save, time.monotonic()
+        if self._writers is None or self._agent.group in self._writers or folder is None:
             return False
-        if not writers:
-            return self._axis.share_object(self._is_last())
-        deadline = time.monotonic() + SAVE_SECONDS
 
-        def saved(state: Record) -> bool:
-            return not state["done"] or not state["peers"].keys() & set(writers) or time.monotonic() > deadline
+        def decided(state: Record) -> Any:
+            limit = SAVE_SECONDS if state["done"] else LEAVING_SECONDS
+            known = state["leaves"] and state["saves_last"] is not None
+            return (state["saves_last"],) if known else time.monotonic() > began + limit and (True,)
 
-        self._agreed(saved)
-        state = agent.wait(lambda state: state)
-        return self._axis.share_object(state["done"] and self.merged // self._rules.groups not in folder.iterations())
-
-    def _is_last(self) -> bool:
-        """Return True if this leaving group is the last one that can save the outer weights of its version.
-
-        Only rank 0 asks the coordinator; the result of other ranks has no meaning. True if the coordinator does not
-        answer within LEAVING_SECONDS, because then no other group can continue the run either.
-        """
-        if self._axis.rank > 0:
-            return False
-        try:
-            state = self._agent.wait(lambda state: state["leaves"] and state, LEAVING_SECONDS)
-        except OutError:
-            return False
-        return state is None or state["saves_last"]
+        (saves_last,) = self._agreed(decided)
+        return self._axis.share_object(saves_last and self.merged // self._rules.groups not in folder.iterations())
 
     def _seed(self, slot: int) -> None:
         """Seed dropout with the seeds that replica group `slot` has in DiLoCo within one job."""
@@ -257,25 +239,14 @@ class ElasticLoop:
         """
         if self._cell is None:
             raise StopRequested("received a stop signal, or the run ended, while this group waited for samples")
-        block, column, step, _ = self._cell
-        batches, rules = self._batches, self._rules
-        share = batches.data_parallel_size // rules.groups * batches.micro_batch_size
-        return (block * rules.interval + step) * batches.global_batch_size + column * share
+        batches, (column, step, _) = self._batches, self._cell
+        share = batches.data_parallel_size // self._rules.groups * batches.micro_batch_size
+        return step * batches.global_batch_size + column * share
 
-    def _count_step(self, block: int, column: int, step: int) -> None:
-        """Add a training step to the contribution that is published next, and measure the step's time.
-
-        Args:
-            block: index of the block of the step's samples in the run's table of samples.
-            column: column of these samples.
-            step: index of the step in the block.
-        """
+    def _count_step(self) -> None:
+        """Add a training step to the contribution that is published next, and measure the step's time."""
         self._tokens += self._objective.tokens
         self._steps += 1
-        if self._cells and self._cells[-1][:2] == [block, column] and self._cells[-1][3] == step:
-            self._cells[-1][3] = step + 1
-        else:
-            self._cells.append([block, column, step, step + 1])
         agent, took = self._agent, time.monotonic() - self._last_step_at
         agent.seconds = took if agent.seconds is None else agent.seconds + SMOOTHING * (took - agent.seconds)
         agent.steps, agent.unsent, agent.leaves = self._steps, True, agent.leaves or self._stopped()
@@ -378,9 +349,9 @@ class ElasticLoop:
         """Publish the contribution of this group's steps to the next outer step, and start the next interval."""
         agent, fragment = self._agent, self.version % len(self._tokens)
         tokens, agent.trains = float(self._tokens[fragment]), False
-        agent.publish(self.outer.pack(tokens, self.version), tokens=tokens, steps=self._steps, cells=self._cells)
+        agent.publish(self.outer.pack(tokens, self.version), tokens=tokens, steps=self._steps)
         self._published, self._published_steps = self.version, self._steps
-        self._steps, self._cells, agent.steps = 0, [], 0
+        self._steps, agent.steps = 0, 0
         self._tokens[fragment], agent.unsent = 0.0, False
 
     def _merge(self, progress: TrainingProgress, *, leaves: bool) -> None:

@@ -12,10 +12,11 @@ This is one file of more than 300 lines, because each decision depends on all pa
 Version v of the outer weights is the result of v committed outer steps. The step to version v + 1 changes fragment v
 modulo P, where P is the number of fragments. A contribution is a group's outer gradient since version `base`, from the
 training steps that the group has taken since its previous contribution. The samples of a run are a table of G columns,
-one per nominal group, with a row per training step. A block is the rows between two synchronizations: H / P rows, if
-each fragment synchronizes every H steps. A cell [block, column, first, stop] is a range of steps of one block in one
-column. At any time a cell is free, leased to a group, part of a published contribution, or merged by a commit. Only
-records change this, so no step is merged twice.
+one per nominal group, with a row per training step. A cell [column, first, stop] is a range of steps in one column. At
+any time a step is free, leased to a group, part of a published contribution, or merged by a commit. Only records change
+this, so no step is merged twice. A lease ends where a block ends. A block is the rows between two synchronizations: H /
+P rows, if each fragment synchronizes every H steps. A group trains its leases in the order in which it got them, so the
+number of steps of a contribution says which steps it has.
 
 A group is joining (it has no state of the current version yet), a member, or out. Out is final for an incarnation,
 which is one start of the group's job. A member is live while all of its ranks are connected.
@@ -29,13 +30,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-# A range of training steps in the run's table of samples: block, column, first step, and step after the last one
+# A range of training steps in the run's table of samples: column, first step, and step after the last one
 Cell = list[int]
 Record = dict[str, Any]  # a JSON object: a journal record, a rank's report, a state of the run, or a contribution
 
 # The next four numbers say when the coordinator removes a group from the run, so that the group is "out".
 BLIP_SECONDS = 0.5  # a group is out if the connection of one of its ranks to the coordinator is lost for this time
-HEARTBEAT_SECONDS = 10.0  # a group is out if one of its ranks sends no report for this time
+HEARTBEAT_SECONDS = 10.0  # the coordinator closes the connection of a rank that sends no report for this time
 # A group that has samples is out if it takes no step for HEARTBEAT_SECONDS plus its usual time for this number of steps
 HANGING_STEPS = 20
 # A group is out if one of its contributions is older than this, and no other group can connect to the group
@@ -100,7 +101,7 @@ class Group:
     slot: int
     incarnation: str  # identifier of this start of the group's job
     status: str = "joining"  # "joining" (fetches the outer weights), "member" (takes part) or "out" (removed for good)
-    why: str = ""  # reason why the group is out
+    why: str = "connection lost"  # reason why the group is out, or why the connection of one of its ranks ended
     leases: list[Cell] = field(default_factory=list)  # the cells that the group trains
     granted: int = 0  # number of cells of samples that the coordinator has leased to the group so far
     cell: Cell | None = None  # the cell that was leased to the group last; None before the first lease
@@ -109,18 +110,15 @@ class Group:
     saves: str = ""  # identifier of the folder into which the group's job saves checkpoints; "" if it saves none
     # time in seconds at which the group's first rank connected, or at which the coordinator continued after a pause
     since: float = 0.0
-    # time in seconds at which the group is removed if not all of its ranks are connected then; infinite until
-    # a rank's connection is lost, or the coordinator was restarted or suspended
+    # time in seconds at which the group is removed if not all of its ranks are connected then. It is set when a rank of
+    # a joining group connects, when a rank's connection is lost, and when the coordinator was restarted or suspended.
     deadline: float = math.inf
-    was_whole: bool = False  # True once all ranks of the group were connected at the same time
     # progress in rank 0's last report, and the time at which this progress last changed, to find a hang
     moved: tuple[Any, float] = (None, 0.0)
     # time in seconds at which a rank first reported that the group leaves, by a stop signal or at the run's end;
     # infinite before
     left_at: float = math.inf
-    addresses: dict[int, Any] = field(default_factory=dict)  # by connected rank: host and port for other groups
     reports: dict[int, Record] = field(default_factory=dict)  # by connected rank: its last report
-    heard: dict[int, float] = field(default_factory=dict)  # by connected rank: time of its last report
 
     @property
     def leaves(self) -> bool:
@@ -154,11 +152,9 @@ class Rounds:
         groups: by name: the newest incarnation of each group that has ever connected.
         commits: the record of each committed outer step; the last one made the current version.
         pool: by id: published contributions that no commit has merged yet.
-        free: cells of opened blocks that are neither leased, nor in a published contribution, nor merged.
-        opened_blocks: number of blocks of samples that are opened; the first lease of a cell opens its block.
+        free: cells that are neither leased, nor in a published contribution, nor merged.
         waited_for: names of the groups for whose contributions the current round waits: the members at its start.
         news: journal records, log lines, and rows of rounds.jsonl since the last call of `take_news`.
-        closed: ids of the contributions that were chosen for the next commit; None while the round waits for more.
     """
 
     def __init__(self, records: Iterable[Record] = (), *, now: float = 0.0) -> None:
@@ -168,17 +164,13 @@ class Rounds:
         self.commits: list[Record] = []
         self.pool: dict[str, Record] = {}
         self.free: list[Cell] = []
-        self.opened_blocks = 0
         self.waited_for: set[str] = set()
         self.news = News([], [], [])
-        self.closed: list[str] | None = None
         # ids of all contributions that were ever published, because ranks report a contribution more than once
         self._published: set[str] = set()
-        # time at which a quorum of whole intervals had arrived in this round, when the grace began; None before
+        # time at which a quorum of whole intervals, or all contributions, had arrived in this round, when the grace
+        # began; None before
         self._quorum_at: float | None = None
-        # time at which a quorum of groups had fetched all chosen contributions of this round, from which the commit
-        # waits at most the grace for the fetches of other groups; None before
-        self._held_at: float | None = None
         # by version and rank: fingerprint of the outer state that a group reported first, to find groups that differ
         self._fingerprints: dict[tuple[int, int], int] = {}
         # by id: time at which a contribution was published, to log how long its group waited for the commit
@@ -190,7 +182,7 @@ class Rounds:
             self._apply(record)
         # time in seconds until which `tick` waits for members that have not connected again; see `wake`
         self._hold_until = now
-        if self.members:
+        if self.groups:
             self.wake(now)
 
     # ---- queries: version, members, samples, and the state for a rank -----------------------------------------------
@@ -228,7 +220,7 @@ class Rounds:
     @property
     def exhausted(self) -> bool:
         """True if no cell of samples is free, so that a group that asks for samples gets none for now."""
-        return not self.free and not self._cells_of(self.opened_blocks)
+        return not self.free
 
     def id_of(self, version: int) -> str:
         """Return the id of a version of the outer weights: a digest over all commits up to this version.
@@ -256,7 +248,7 @@ class Rounds:
             "grace": self._grace(),
             "pool": {cid: self._for_rank(entry, rank) for cid, entry in self.pool.items()},
             "peers": {
-                other: {"member": peer.status == "member", "address": peer.addresses.get(rank)}
+                other: {"member": peer.status == "member", "address": peer.reports.get(rank, {}).get("address")}
                 for other, peer in self.groups.items()
                 if other != name and peer.status != "out"
             },
@@ -281,11 +273,10 @@ class Rounds:
         Args:
             name: name of the rank's group.
             rank: index of the rank in its group.
-            hello: the rank's first message: incarnation of its group ("incarnation"), address at which it serves
-                messages ("address"), flags and data that all groups must share ("facts"), rules of the run ("rules"),
-                version and id of its outer weights ("version", "id"), whether they are of a run in which the group has
-                taken part ("joined"), and the identifier of the folder into which it saves checkpoints ("saves"), which
-                is "" if it saves none.
+            hello: the rank's first message: incarnation of its group ("incarnation"), flags and data that all groups
+                must share ("facts"), rules of the run ("rules"), version and id of its outer weights ("version", "id"),
+                whether they are of a run in which the group has taken part ("joined"), and the identifier of the folder
+                into which it saves checkpoints ("saves"), which is "" if it saves none.
             now: current time in seconds.
         Raises:
             RefusedError: the group cannot take part in the run, or not yet.
@@ -331,36 +322,34 @@ class Rounds:
             slot = min(set(range(len(taken) + 1)) - taken) if kept is None else kept
             self._decide({"join": name, "slot": slot, "incarnation": hello["incarnation"]})
             own = self.groups[name]
-        if not own.addresses:
+        if not own.reports:
             own.since = now
+        if own.status == "joining":
+            own.deadline = now + ASSEMBLY_SECONDS
         own.version, own.saves = version if known else None, hello["saves"]
-        own.addresses[rank], own.heard[rank] = hello["address"], now
 
-    def disconnect(self, name: str, incarnation: str, rank: int, now: float) -> None:
-        """Register that the connection of a rank to the coordinator has ended.
+    def disconnect(self, name: str, incarnation: str, rank: int, now: float, why: str = "connection lost") -> None:
+        """Register that the connection of a rank to the coordinator has ended, for the reason `why`.
 
         The rank's group is removed from the run unless the rank connects again within BLIP_SECONDS.
         """
         group = self.groups[name]
         if group.incarnation == incarnation:
-            for found in (group.addresses, group.reports, group.heard):
-                found.pop(rank, None)
-            group.deadline = max(now + BLIP_SECONDS, self._hold_until)
+            group.reports.pop(rank, None)
+            group.deadline, group.why = max(now + BLIP_SECONDS, self._hold_until), why
 
     def wake(self, now: float) -> None:
         """Give all groups time to connect and report again, because the coordinator was restarted or suspended."""
         self._hold_until = now + HEARTBEAT_SECONDS
         for group in self.groups.values():
             group.deadline, group.since, group.moved = self._hold_until, now, (group.moved[0], now)
-            group.heard = dict.fromkeys(group.heard, now)
 
     def report(self, name: str, rank: int, report: Record, now: float) -> None:
         """Store a rank's report, which replaces the rank's earlier reports; `Agent._report` lists its content."""
         group = self.groups[name]
-        group.reports[rank], group.heard[rank] = report, now
+        group.reports[rank] = report
         if report["leaves"]:
             group.left_at = min(group.left_at, now)
-        group.was_whole = group.was_whole or self._is_whole(group)
         done = report["trains"], report["version"], report["steps"], report["wants"]
         if rank == 0 and done != group.moved[0]:
             group.moved = done, now
@@ -389,33 +378,21 @@ class Rounds:
             self._take_contributions(name, now)
         self._end_unreachable(now)
         if self.live == self.members:
-            self._end_if_state_is_lost()
-            self._drop_lost()
+            self._give_up_lost()
         if len(self.live) >= self.rules.min_groups and not self.done:
             for name in sorted(self.live, key=lambda name: self.groups[name].slot):
                 self._grant(name)
-            self._close_round(now)
-            if self.closed is not None:
-                self._commit_if_held(now)
+            self._commit_if_due(now)
 
     # ---- decisions of `tick` ----------------------------------------------------------------------------------------
 
     def _end_lost_groups(self, now: float) -> None:
-        """Remove groups from the run that have lost a rank, send no reports, or take no steps for their samples."""
+        """Remove groups from the run that have lost a rank, or take no steps for their samples."""
         for name, group in list(self.groups.items()):
-            if group.status == "out":
-                continue
-            silent = now - min(group.heard.values(), default=now)
-            if silent > HEARTBEAT_SECONDS:
-                self._end(name, f"no heartbeat for {silent:.0f} s")
-            elif self._hangs(group, now):
+            if group.status != "out" and self._hangs(group, now):
                 self._end(name, f"no step for {now - group.moved[1]:.0f} s")
-            elif not self._is_whole(group):
-                limit = (
-                    group.deadline if group.was_whole or group.status == "member" else group.since + ASSEMBLY_SECONDS
-                )
-                if now > limit:
-                    self._end(name, "connection lost")
+            elif group.status != "out" and not self._is_whole(group) and now > group.deadline:
+                self._end(name, group.why)
 
     def _hangs(self, group: Group, now: float) -> bool:
         """Return True if a connected group hangs: it has leased samples, but takes no training steps.
@@ -430,7 +407,7 @@ class Rounds:
 
     def _end(self, name: str, why: str) -> None:
         """Remove a group from the run for the reason `why`, so that other groups can train its leased samples."""
-        steps = sum(stop - first for _, _, first, stop in self.groups[name].leases)
+        steps = sum(stop - first for _, first, stop in self.groups[name].leases)
         why = "it has left" if self.groups[name].leaves else why
         self._decide({"out": name, "why": why})
         returned = f"; {steps} steps of its leases are free again" if steps else ""
@@ -459,7 +436,9 @@ class Rounds:
         has, for example from a checkpoint. The start waits for the nominal number of groups until the first of the
         connected groups has been connected for ASSEMBLY_SECONDS.
         """
-        whole = {name: group for name, group in self.groups.items() if group.status == "joining" and group.was_whole}
+        whole = {
+            name: group for name, group in self.groups.items() if group.status == "joining" and self._is_whole(group)
+        }
         starts = {name: group.version for name, group in whole.items() if group.version is not None}
         # Count from the first connection of the groups that wait for the start. The connection time of a group that has
         # left must not shorten this wait.
@@ -493,87 +472,63 @@ class Rounds:
     def _grant(self, name: str) -> None:
         """Lease a cell of samples to a group that asks for one.
 
-        The group gets a cell of the oldest block that has one, from its own column if possible. With
+        The group gets free steps of the oldest block that has some, from its own column if possible. With
         --diloco-wait-for-all (infinite grace) no group gets a cell of another member's column. Results then do not
         depend on the speed of the groups.
         """
-        group, others = self.groups[name], set[int]()
-        if group.reports[0]["wants"] <= group.granted or self.exhausted:
+        group, interval, others = self.groups[name], self.rules.interval, set[int]()
+        if group.reports[0]["wants"] <= group.granted:
             return
         if math.isinf(self._grace()):
             others = {self.groups[other].slot for other in self.members if other != name}
-        cells = [cell for cell in [*self.free, *self._cells_of(self.opened_blocks)] if cell[1] not in others]
-        if cells:
-            cell = min(cells, key=lambda cell: (cell[0], cell[1] != group.slot, cell))
-            self._decide({"lease": cell, "group": name})
+        if cells := [cell for cell in self.free if cell[0] not in others]:
+            column, first, stop = min(cells, key=lambda cell: (cell[1] // interval, cell[0] != group.slot, cell))
+            stop = min(stop, (first // interval + 1) * interval)
+            self._decide({"lease": [column, first, stop], "group": name})
 
-    def _end_if_state_is_lost(self) -> None:
-        """Remove all members from the run if none of them has, or can compute, the current version's outer weights.
+    def _give_up_lost(self) -> None:
+        """Give up what was lost with groups that died before any other group had fetched their messages.
 
-        This case occurs if the groups that had the messages of a commit died before any other group had fetched them.
-        The jobs of the members then have to start again.
+        Published contributions are dropped, so that other groups train their samples again. If no member has, or can
+        compute, the outer weights of the current version, all members are removed. Their jobs have to start again.
         """
-        live = self.live
-        newest = max((self.groups[name].reports[0]["version"] for name in live), default=self.version)
-        if newest == self.version:
-            return
-        cids = [entry["cid"] for entry in self.commits[newest]["set"]]
-        if not any(all(self._holds(name, cid) for cid in cids) for name in live):
-            for name in sorted(live):
+        newest = max((self.groups[name].reports[0]["version"] for name in self.live), default=self.version)
+        if newest < self.version and not all(map(self._can_be_fetched, self.commits[newest]["set"])):
+            for name in sorted(self.live):
                 self._end(name, f"the messages of version {newest + 1} died with other groups")
-
-    def _drop_lost(self) -> None:
-        """Drop published contributions whose groups died before any other group had fetched the messages.
-
-        The samples of these contributions become free, so that other groups train them again.
-        """
         if lost := [entry for entry in self.pool.values() if not self._can_be_fetched(entry)]:
             self._decide({"drop": [entry["cid"] for entry in lost]})
             names, steps = ", ".join(entry["group"] for entry in lost), sum(entry["steps"] for entry in lost)
             line = f"contributions of {names} are lost: {steps} steps of their samples will be trained again"
             self._say(line, returned=steps)
 
-    def _close_round(self, now: float) -> None:
-        """Choose the contributions of the next commit, unless the round still waits for a group's contribution.
+    def _commit_if_due(self, now: float) -> None:
+        """Commit an outer step, unless the round still waits for contributions or for the fetches of their messages.
 
-        A round waits for the contributions of all groups that train. Once a quorum of groups has contributed whole
-        intervals, the round waits for the other contributions only during the grace.
+        A contribution has arrived when another group has fetched it. A round waits for the contributions of all groups
+        that train, and until all live groups have fetched them. Once a quorum of groups has contributed whole
+        intervals, or all groups have contributed, the round waits only during the grace. The commit then merges the
+        arrived contributions that one live group has, so that this group's death alone cannot lose the new version.
         """
-        if self.closed is not None or not (self.pool or self.closing):
-            return
         safe = [entry for entry in self.pool.values() if self._is_safe(entry)]
+        if not safe and not self.closing:  # the run ends after a last commit of each fragment, even without samples
+            return
         fresh = [entry for entry in safe if entry["base"] == self.version]
-        arrived = {entry["group"] for entry in fresh}
-        whole = {entry["group"] for entry in fresh if entry["steps"] >= WHOLE * self.rules.interval}
-        if len(whole) >= self._quorum() and self._quorum_at is None:
+        least = 0 if self.closing else WHOLE * self.rules.interval
+        whole = {entry["group"] for entry in fresh if entry["steps"] >= least}
+        missing = {name for name in self.waited_for & self.members if not self._is_idle(name)}
+        missing -= {entry["group"] for entry in fresh}
+        if self._quorum_at is None and (len(whole) >= self._quorum() or not missing):
             self._quorum_at = now
-        whole |= arrived if self.closing else set()
-        missing = {name for name in self.waited_for & self.members if not self._is_idle(name)} - arrived
-        if missing and (self._quorum_at is None or now < self._quorum_at + self._grace()):
+        due = [entry for entry in safe if (self.version - entry["base"]) % self.rules.fragments == 0]
+        due.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # order of the sum on all ranks
+        held = [[entry for entry in due if self._holds(name, entry["cid"])] for name in sorted(self.live)]
+        waits = missing or any(entries != due for entries in held)
+        if waits and (self._quorum_at is None or now < self._quorum_at + self._grace()):
             return
-        if safe or self.closing:  # the run ends after a last commit of each fragment, even without contributions
-            safe.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # order of the sum on all ranks
-            self.closed = [e["cid"] for e in safe if (self.version - e["base"]) % self.rules.fragments == 0]
-            if missing:
-                self._say(f"version {self.version + 1} does not wait for {', '.join(sorted(missing))}")
-
-    def _commit_if_held(self, now: float) -> None:
-        """Commit the chosen contributions once enough groups have fetched their messages.
-
-        Enough groups are all live groups or, once the grace is over, a quorum of them. Chosen contributions that were
-        lost meanwhile are left out. If none is left, the round chooses again.
-        """
-        assert self.closed is not None
-        live = self.live
-        chosen = [cid for cid in self.closed if cid in self.pool]
-        if self.closed and not chosen:
-            self.closed = None
-            return
-        holders = {name for name in live if all(self._holds(name, cid) for cid in chosen)}
-        if len(holders) >= min(self._quorum(), len(live)) and self._held_at is None:
-            self._held_at = now
-        if holders and (holders == live or (self._held_at is not None and now >= self._held_at + self._grace())):
-            self._commit([self.pool[cid] for cid in chosen], now)
+        if missing:
+            self._say(f"version {self.version + 1} does not wait for {', '.join(sorted(missing))}")
+        self._commit(max(held, key=len), now)
 
     def _commit(self, entries: Sequence[Record], now: float) -> None:
         """Commit an outer step that merges contributions, and name the groups that save and evaluate the new version.
@@ -643,14 +598,11 @@ class Rounds:
         """Change the state of the elastic run by a record of the journal, which is new or from an earlier term."""
         match record:
             case {"run": facts, "rules": rules}:
-                newest = self.opened_blocks - 1
-                opened = self._cells_of(newest) if self.commits else []
+                before = self.rules.iterations if self.commits else 0
                 self.facts, self.rules, self._fingerprints = facts, Rules(*rules), {}
-                if self.commits:  # if the run is longer than before, its newest block may have more steps
-                    pairs = zip(opened, self._cells_of(newest), strict=True)
-                    self._release([*old[:2], old[3], new[3]] for old, new in pairs)
-                else:  # forget the opened cells and the contributions of earlier groups, which had other rules
-                    self.free, self.opened_blocks, self.pool = [], 0, {}
+                if not self.commits:  # forget the samples and contributions of earlier groups, which had other rules
+                    self.free, self.pool = [], {}
+                self._release([column, before, self.rules.iterations] for column in range(self.rules.groups))
             case {"join": name, "slot": slot, "incarnation": incarnation}:
                 self.groups[name] = Group(slot, incarnation)
             case {"members": names}:
@@ -670,14 +622,11 @@ class Rounds:
                 for entry in self.pool.values():
                     self._release(entry["cells"])
                 del self.commits[version:]
-                self.pool, self.waited_for = {}, set()
-                self._start_round()
-                self._fingerprints = {}
+                self.pool, self.waited_for, self._quorum_at, self._fingerprints = {}, set(), None, {}
             case {"lease": cell, "group": name}:
-                while self.opened_blocks <= cell[0]:
-                    self._release(self._cells_of(self.opened_blocks))
-                    self.opened_blocks += 1
-                self.free.remove(cell)
+                (cells,) = (free for free in self.free if free[:2] == cell[:2])
+                self.free.remove(cells)
+                self._release([[cell[0], cell[2], cells[2]]])
                 group = self.groups[name]
                 group.leases.append(cell)
                 group.granted += 1
@@ -685,8 +634,8 @@ class Rounds:
             case {"publish": entry}:
                 self.pool[entry["cid"]] = entry
                 self._published.add(entry["cid"])
-                for cell in entry["cells"]:
-                    self._take_from_lease(entry["group"], cell)
+                group = self.groups[entry["group"]]
+                entry["cells"], group.leases = _split(group.leases, entry["steps"])
             case {"drop": cids}:
                 for cid in cids:
                     self._release(self.pool.pop(cid)["cells"])
@@ -695,8 +644,7 @@ class Rounds:
                 for entry in record["set"]:
                     del self.pool[entry["cid"]]
                 self.commits.append(record)
-                self._start_round()
-                self.waited_for = self.members
+                self._quorum_at, self.waited_for = None, self.members
                 oldest = self.version - self._num_kept + 1
                 self._fingerprints = {key: number for key, number in self._fingerprints.items() if key[0] >= oldest}
             case _:
@@ -705,24 +653,8 @@ class Rounds:
                     f"{record}; start the version that has written the journal"
                 )
 
-    def _start_round(self) -> None:
-        self.closed = self._quorum_at = self._held_at = None
-
     def _release(self, cells: Iterable[Cell]) -> None:
-        self.free = sorted([*self.free, *(cell for cell in cells if cell[2] < cell[3])])
-
-    def _take_from_lease(self, name: str, part: Cell) -> None:
-        """Remove the steps of `part`, a cell of samples in a contribution of group `name`, from the group's leases.
-
-        `part` may contain the steps of several leases: if another group has lost the first steps of a block, they are
-        leased as a separate cell.
-        """
-        block, column, first, stop = part
-        leases = self.groups[name].leases
-        covered = [cell for cell in leases if cell[:2] == [block, column] and first <= cell[2] < stop]
-        assert sum(min(cell[3], stop) - cell[2] for cell in covered) == stop - first, (part, leases)
-        rest = [[block, column, stop, cell[3]] for cell in covered if cell[3] > stop]
-        self.groups[name].leases = [cell for cell in leases if cell not in covered] + rest
+        self.free = sorted([*self.free, *(cell for cell in cells if cell[1] < cell[2])])
 
     # ---- questions about groups and contributions, for decisions ----------------------------------------------------
 
@@ -747,14 +679,6 @@ class Rounds:
         """
         last = commits[-self.rules.fragments :]
         return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps
-
-    def _cells_of(self, block: int) -> list[Cell]:
-        """Return the cells of block `block` of the table of samples: one per column, each with all steps of the block.
-
-        The last block of a run may have fewer steps. The list is empty for a block after the last one.
-        """
-        steps = min(self.rules.interval, self.rules.iterations - block * self.rules.interval)
-        return [[block, column, 0, steps] for column in range(self.rules.groups) if steps > 0]
 
     def _quorum(self) -> int:
         return self.rules.quorum or max(1, (len(self.live) + 1) // 2)
@@ -787,18 +711,19 @@ class Rounds:
         alive = origin.status == "member" and entry["cid"].startswith(origin.incarnation)
         return alive or any(self._holds(name, entry["cid"]) for name in self.live)
 
-    def _saves_last(self, name: str) -> bool:
-        """Return True if the group `name` leaves and must save its outer weights, because no other group can do so.
+    def _saves_last(self, name: str) -> bool | None:
+        """Return True if the group `name` leaves, and no other live group can save the outer weights into its folder.
 
-        That is the case if all other live groups that save checkpoints leave too, and each of them has reported this
-        earlier or has an older version. So of all groups that leave, at least the one that reported this last saves.
+        That is the case if all other live groups with this folder leave too, and each of them has reported this earlier
+        or has an older version. So of all groups that leave, at least the one that reported this last saves. The result
+        is None at the end of the run while other groups with this folder still train or save.
         """
-        group = self.groups[name]
-        others = [self.groups[other] for other in self.live - {name} if self.groups[other].saves]
+        group, others = self.groups[name], [self.groups[other] for other in self.live - {name}]
+        others = [other for other in others if other.saves == group.saves]
+        if not (group.leaves and all(other.leaves for other in others)):
+            return None if group.leaves and self.done else False
         own = group.reports[0]["version"] if 0 in group.reports else 0
-        return group.leaves and all(
-            other.leaves and (other.left_at <= group.left_at or other.reports[0]["version"] < own) for other in others
-        )
+        return all(other.left_at <= group.left_at or other.reports[0]["version"] < own for other in others)
 
     def _is_idle(self, name: str) -> bool:
         """Return True if a round need not wait for the group `name`.
@@ -815,18 +740,16 @@ class Rounds:
     def _seconds_to_quorum(self, now: float) -> float | None:
         """Return the seconds until a quorum of contributions is expected in this round, by the speed of the groups.
 
-        The result is 0 once the contributions are chosen, and None if too few groups have reported their speed.
+        The result is None if too few groups have reported their speed.
         """
-        if self.closed is not None:
-            return 0.0
         found, sent = [], {entry["group"] for entry in self.pool.values() if entry["base"] == self.version}
         for name in self.live:
-            report, heard = self.groups[name].reports[0], self.groups[name].heard[0]
+            report, (_, moved_at) = self.groups[name].reports[0], self.groups[name].moved
             if name in sent:
                 found.append(0.0)
             elif report["seconds"] is not None and not self._is_idle(name):
                 steps = report["steps"] if report["version"] == self.version else 0
-                found.append(max(0.0, (self.rules.interval - steps) * report["seconds"] - (now - heard)))
+                found.append(max(0.0, (self.rules.interval - steps) * report["seconds"] - (now - moved_at)))
         quorum = self._quorum()
         return sorted(found)[quorum - 1] if len(found) >= quorum else None
 
@@ -839,3 +762,15 @@ class Rounds:
         self.news.lines.append(line)
         self._events.append(line)
         self._returned += returned
+
+
+def _split(cells: Iterable[Cell], steps: int) -> tuple[list[Cell], list[Cell]]:
+    """Return (cells with the first `steps` steps of the given cells, cells with the other steps)."""
+    taken, rest = [], []
+    for column, first, stop in cells:
+        cut = min(first + steps, stop)
+        steps -= cut - first
+        taken += [[column, first, cut]] if first < cut else []
+        rest += [[column, cut, stop]] if cut < stop else []
+    assert steps == 0, (cells, steps)
+    return taken, rest

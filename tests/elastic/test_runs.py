@@ -77,7 +77,7 @@ class Site:
 
     def check_all_merged_once(self, iterations: int) -> None:
         cells = [cell for commit in self.commits() for entry in commit["set"] for cell in entry["cells"]]
-        steps = [(block, column, step) for block, column, first, stop in cells for step in range(first, stop)]
+        steps = [(column, step) for column, first, stop in cells for step in range(first, stop)]
         assert len(steps) == len(set(steps)) == iterations * self.groups
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import itertools
 import json
 import re
 import socket
@@ -16,11 +17,12 @@ from helpers.disks import small_disk
 
 from megazpp.base.address import Address, parse_address
 from megazpp.base.files import DamagedError
+from megazpp.elastic import coordinator as coordinators
 from megazpp.elastic import wire
 from megazpp.elastic.agent import Agent, OutError
 from megazpp.elastic.config import ElasticConfig
-from megazpp.elastic.coordinator import Coordinator, Journal, Outbox, SupersededError
-from megazpp.elastic.rounds import NO_COMMIT
+from megazpp.elastic.coordinator import Coordinator, Journal, SupersededError
+from megazpp.elastic.rounds import NO_COMMIT, Rounds
 from megazpp.elastic.wire import NO_SECRET, AuthenticatedListener, Channel, WireError, connect, read_secret
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -34,6 +36,18 @@ HELLO = {
     "version": 0,
     "id": NO_COMMIT,
     "saves": "",
+}
+REPORT = dict.fromkeys(("steps", "wants", "version", "sent_bytes"), 0) | {
+    "address": ["host", 7],
+    "joined": True,
+    "fingerprint": None,
+    "seconds": None,
+    "trains": False,
+    "unsent": False,
+    "leaves": False,
+    "published": {},
+    "have": [],
+    "unreached": {},
 }
 
 
@@ -138,47 +152,41 @@ def test_reflected_frame_is_refused():
         channel.receive()
 
 
-def test_peer_that_does_not_read_delays_no_one_and_gets_the_newest_state():
-    filled = threading.Event()
+def test_rank_that_does_not_read_delays_no_one_and_gets_the_newest_state(tmp_path, monkeypatch):
+    state, numbers = Rounds.state, itertools.count()
+    filler = "x" * 8_000_000  # more than the kernel keeps for a connection
 
-    def serve(channel: Channel) -> None:
-        outbox = Outbox(channel)
-        sender = threading.Thread(target=outbox.send, daemon=True)
-        sender.start()
-        for number in range(100):
-            outbox.put({"number": number, "filler": "x" * 200_000})  # more than the kernel keeps for a connection
-        outbox.put({"number": 99, "commits": 7})
-        outbox.put({"number": 100}, is_last=True)
-        filled.set()
-        sender.join()
+    def numbered(*args, **known):
+        return state(*args, **known) | {"number": next(numbers), "filler": filler}
 
-    server = AuthenticatedListener(HERE, SECRET, serve)
-    peer = connect(server.address, SECRET, seconds=5)
-    assert filled.wait(5)
-    states = [peer.receive()]
-    while states[-1]["number"] < 100:
-        states.append(peer.receive())
-    received = [state["number"] for state in states]
+    monkeypatch.setattr(Rounds, "state", numbered)
+    monkeypatch.setattr(coordinators, "PUSH_SECONDS", 0.01)
+    coordinator = Coordinator(tmp_path, HERE, SECRET, say=lambda line: None)
+    slow, fast = (connect(coordinator.address, SECRET, seconds=5) for _ in range(2))
+    for name, channel in (("slow", slow), ("fast", fast)):
+        channel.send(HELLO | {"group": name, "joined": False})
+    received = [fast.receive()["number"] for _ in range(10)]
+    late = [slow.receive()["number"] for _ in range(3)]
     assert received == sorted(received)
-    assert len(received) < 100
-    assert states[-1]["commits"] == 7  # an entry of a state that was not sent comes with the next one
-    with pytest.raises(OSError, match="closed"):
-        peer.receive()
-    server.close()
+    assert late[0] < received[-1] < late[-1]
+    coordinator.close()
 
 
 def test_old_connection_of_a_rank_ends_after_its_new_one_began(tmp_path):
     coordinator = Coordinator(tmp_path, HERE, SECRET, say=lambda line: None)
     old, new = (connect(coordinator.address, SECRET, seconds=5) for _ in range(2))
     for channel in (old, new):
-        channel.send(HELLO | {"address": ["host", 7], "joined": False})
+        channel.send(HELLO | {"joined": False})
         assert "commits" in channel.receive()
         assert "commits" not in channel.receive()  # the run still has the same version
+    new.send(REPORT)
     old.close()
     deadline = time.monotonic() + 5
-    while len(coordinator._outboxes) > 1 and time.monotonic() < deadline:
+    while len(coordinator._channels) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert coordinator._rounds.groups["a"].addresses == {0: ["host", 7]}
+    while new.receive()["live"] == 0:
+        pass
+    assert coordinator._rounds.groups["a"].deadline > time.monotonic() + 5
     coordinator.close()
 
 
@@ -186,8 +194,8 @@ def test_group_that_listens_on_all_addresses_announces_that_of_its_connection(tm
     coordinator = Coordinator(tmp_path, HERE, NO_SECRET, say=lambda line: None)
     flags = ElasticConfig(diloco_coordinator=str(coordinator.address), diloco_listen="0.0.0.0")
     agent = Agent(flags, HELLO, most_bytes=0, snapshot=lambda: ({}, b""), stopped=lambda: False, say=print)
-    assert agent.wait(lambda state: True, 5)
-    assert coordinator._rounds.groups["a"].addresses[0][0] == "127.0.0.1"
+    assert agent.wait(lambda state: state["live"], 5)
+    assert coordinator._rounds.groups["a"].reports[0]["address"][0] == "127.0.0.1"
     agent.close()
     coordinator.close()
 
@@ -326,7 +334,7 @@ def test_rows_follow_a_cut_line_and_a_failed_write_names_the_file(tmp_path):
     rows = tmp_path / "rounds.jsonl"
     rows.write_text('{"version": 1, "merg')  # a full disk has cut this row
     coordinator = Coordinator(tmp_path, HERE, SECRET, say=lambda line: None)
-    with coordinator._lock:
+    with coordinator._changed:
         coordinator._rounds.news.rows.append({"version": 2})
         coordinator._advance()
         assert json.loads(rows.read_text().splitlines()[1])["version"] == 2

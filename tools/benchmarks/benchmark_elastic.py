@@ -149,7 +149,7 @@ class Site:
         said = "".join(path.read_text() for path in sorted(self.folder.glob("coordinator-*.txt")))
         assert "ERROR" not in said, said  # the coordinator prints ERROR if the outer states of two groups differ
         cells = [cell for commit in self.commits() for entry in commit["set"] for cell in entry["cells"]]
-        steps = [(block, column, step) for block, column, first, stop in cells for step in range(first, stop)]
+        steps = [(column, step) for column, first, stop in cells for step in range(first, stop)]
         assert len(steps) == len(set(steps))
 
     def _start(self, command: Sequence[str], name: str) -> tuple[subprocess.Popen[bytes], Path]:
