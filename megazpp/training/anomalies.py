@@ -118,6 +118,8 @@ class Guard:
             iteration. All ranks call it after a loss spike. None: a spike only skips the step.
         has_replica_groups: True with DiLoCo's replica groups. Each group then decides alone whether to skip a step. To
             end the job or to rewind, the groups wait until all of them call `resolve`.
+    Attributes:
+        went_back: True if `rewind` has reloaded a checkpoint since the last call of `begin_step`.
     """
 
     config: AnomalyConfig
@@ -137,12 +139,14 @@ class Guard:
         # True after a loss spike in this rank's replica group, until `resolve` reloads the last checkpoint in all
         # groups
         self._wants_back = False
+        self.went_back = False
 
     def begin_step(self) -> None:
         """Request that this step's backward checks the gradients of this rank before they are reduced.
 
         Call this before the forward. Without --check-for-nan-in-loss-and-grad, nothing is checked.
         """
+        self.went_back = False
         if self.config.check_for_nan_in_loss_and_grad:
             self.sharding.watch_gradients()
 
@@ -271,7 +275,9 @@ class Guard:
         # so that the next loss is compared with recent losses.
         losses = self.history.state_dict()
         try:
-            return f", and the weights return to iteration {self.rewind()}"
+            iteration = self.rewind()
+            self.went_back = True
+            return f", and the weights return to iteration {iteration}"
         except ValueError as error:  # no checkpoint has been saved yet: continue, and say so in the log line
             return f" ({error})"
         finally:

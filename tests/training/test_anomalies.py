@@ -177,23 +177,26 @@ def test_weights_are_verified_at_the_interval_before_other_checks():
 
 
 def spike_after_a_checkpoint(folder: str) -> None:
-    """Train six steps, save a checkpoint after step 2, and check that a loss spike in step 6 restores its weights."""
+    """Train six steps, save a checkpoint after step 2, and check that a loss spike in step 6 restores its state."""
     attempt = Attempt(Case(nodes=2, zero=ZEROPP), save=folder)
     watched = Watched(6.0, rewind=lambda: attempt.checkpoints.rewind().iteration)
     attempt.load()
     attempt.train(2)
     attempt.checkpoints.finish()
     attempt.step.guard, saved = watched.guard, attempt.whole()
+    feedback = [errors.tolist() for errors in attempt.step.sharding.rank_state().values()]
+    assert any(map(any, feedback))
     attempt.train(5, saves=False)
     assert attempt.whole() != saved
     watched.history.load_state_dict({"losses": [0.1, 0.2] * 20})
     attempt.train(6, saves=False)
     assert attempt.whole() == saved
+    assert [errors.tolist() for errors in attempt.step.sharding.rank_state().values()] == feedback
     assert watched.said[-1].endswith("; the step is skipped, and the weights return to iteration 2")
 
 
 @pytest.mark.slow
-def test_spike_with_rewind_restores_weights_and_moments(tmp_path):
+def test_spike_with_rewind_restores_weights_moments_and_feedback(tmp_path):
     ranks(4).run(spike_after_a_checkpoint, str(tmp_path))
 
 
