@@ -187,10 +187,10 @@ def first_host(nodes: str) -> str:
     Raises:
         ValueError: `nodes` is not a host list of Slurm.
     """
-    if not re.fullmatch(r"([\w.-]+|\[[\d,-]+\])+(,([\w.-]+|\[[\d,-]+\])+)*", nodes):
+    if not re.fullmatch(r"([\w.-]|\[[\d,-]+\])+(,([\w.-]|\[[\d,-]+\])+)*", nodes):
         raise ValueError(
-            f"the environment has SLURM_JOB_NODELIST={nodes}, which is not a list of hosts, so the host of rank 0 is "
-            "unknown: export its name as MASTER_ADDR on all ranks"
+            f"the environment has SLURM_STEP_NODELIST or SLURM_JOB_NODELIST={nodes}, which is not a list of hosts, so "
+            "the host of rank 0 is unknown: export its name as MASTER_ADDR on all ranks"
         )
     several = "," in nodes or re.search(r"\[\d+-", nodes)
     first = re.match(r"[^\[,]*(\[[^\]]*\][^\[,]*)*", nodes)

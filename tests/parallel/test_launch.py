@@ -312,7 +312,7 @@ def test_first_host_of_slurms_list_is_found_without_scontrol():
         "gpu7": launch.LOOPBACK,
     }
     assert {nodes: first_host(nodes) for nodes in lists} == lists
-    for nodes in ("", "n[1-2", "a,,b", "a b"):
+    for nodes in ("a" * 32 + "[", "", "n[1-2", "a,,b", "a b"):
         with pytest.raises(ValueError, match="export its name as MASTER_ADDR"):
             first_host(nodes)
 
