@@ -52,11 +52,14 @@ def test_compiled_kernels_match_eager_losses_and_gradients():
 
 
 @contextlib.contextmanager
-def aot_eager() -> Iterator[None]:
-    """Let torch.compile inside the block use "aot_eager", which generates no code and so needs no C++ compiler."""
+def aot_eager(backend: str = "aot_eager") -> Iterator[None]:
+    """Let torch.compile inside the block use `backend`, which generates no code and so needs no C++ compiler.
+
+    The back end "eager" only traces graphs, which is cheaper.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    stopped = functools.partial(torch.compile, backend="aot_eager")
+    stopped = functools.partial(torch.compile, backend=backend)
     with (
         mock.patch.object(torch, "compile", stopped),
         mock.patch.object(backends, "missing_compiler", return_value=None),
@@ -149,7 +152,7 @@ def test_post_training_models_have_one_graph_per_kind_for_any_size():
     model of another size. Single rows need each kind again, which is more than torch's limit of 8 graphs.
     """
     style, other = LLAMA_STYLE, dataclasses.replace(LLAMA_STYLE, hidden_size=16, ffn_hidden_size=16)
-    with aot_eager():
+    with aot_eager("eager"):
         policy, eager = post_training_model(compiled(style)), post_training_model(style)
         reference, reward = (post_training_model(compiled(each), frozen=True) for each in (style, other))
         counts = []
@@ -170,7 +173,7 @@ def test_post_training_models_have_one_graph_per_kind_for_any_size():
     assert counts == [8, 8, 8, 13, 13, 13]
 
 
-@aot_eager()
+@aot_eager("eager")
 def decode(compile_: bool) -> tuple[list[list[int]], list[int]]:
     """Generate tokens for three, two and one prompts; return the tokens, and the number of graphs after each call."""
     prompts, tokens, counts = [[5, 6, 7], [8, 9, 10, 11], [1]], [], []
