@@ -50,6 +50,7 @@ COMMON = "--max-length 24 --lr 1e-3 --lr-decay-style constant --log-interval 1 -
 LAYOUT = "--nproc 2 --micro-batch-size 2 --global-batch-size 8 --eval-iters 0"
 SFT = f"--objective sft --train-data-path chats.jsonl {LAYOUT}"
 DPO = f"--objective dpo --train-data-path pairs.jsonl {LAYOUT}"
+ONE_RANK = "--nproc 1 --micro-batch-size 4"  # cheaper, for runs that do not test layouts
 DRAWN = f"--max-completion-length 8 --reward-funcs rewards.py:vowels --train-data-path prompts.jsonl {LAYOUT}"
 REWARDS = """
 def vowels(prompts, completions, word, **columns):
@@ -134,7 +135,7 @@ def stopped(home: Path, name: str, iteration: int) -> str:
 
 def test_supervised_training_learns_and_is_validated(home):
     evaluated = "--valid-data-path chats.jsonl --eval-iters 2 --eval-interval 15 --eval-on-start"
-    found = trained(home, "sft", f"{SFT} --packing --train-iters 30 {evaluated}")
+    found = trained(home, "sft", f"{SFT} {ONE_RANK} --packing --train-iters 30 {evaluated}")
     assert found[-1]["lm_loss"] < found[0]["lm_loss"] - 0.3
     assert [row["iteration"] for row in rows(home, "sft", "validation.jsonl")] == [0, 15, 30]
     # --max-length 24 does not shorten the base model's context, which generate.py and exports read here
@@ -157,7 +158,7 @@ def test_chat_template_is_saved_exported_and_compared_on_resume(home):
     own.write_text(CHAT)
     talks = [[{"role": "user", "content": f"a{n}"}, {"role": "assistant", "content": f"{n}"}] for n in range(9)]
     write(home / "talks.jsonl", [{"messages": talk} for talk in talks])
-    sft = f"--objective sft --train-data-path talks.jsonl {LAYOUT} --assistant-only-loss"
+    sft = f"--objective sft --train-data-path talks.jsonl {LAYOUT} {ONE_RANK} --assistant-only-loss"
 
     def train(iterations: int, flags: str, load: str = "talking") -> str:
         anew = "" if iterations == 2 else "--override-opt_param-scheduler"
@@ -185,14 +186,16 @@ def test_chat_template_is_saved_exported_and_compared_on_resume(home):
     }
     assert (theirs.chat_template, theirs.eos_token, theirs.eos_token_id) == (CHAT, "<|endoftext|>", 0)
     assert (said["config"]["eos_token_id"], said["generation_config"]["eos_token_id"]) == (0, [0, 1])
-    plain = f"--objective sft --train-data-path chats.jsonl {LAYOUT} --train-iters 1 --chat-template own.jinja"
+    plain = (
+        f"--objective sft --train-data-path chats.jsonl {LAYOUT} {ONE_RANK} --train-iters 1 --chat-template own.jinja"
+    )
     # data without conversations needs no template, so its checkpoint saves none
     post_train(home, "plain", plain, load="spoken")
     assert list((home / "plain").glob("tokenizer-*/chat_template.jinja")) == []
 
 
 def test_reward_model_scores_ppo_from_memory_disk_and_import(home):
-    found = trained(home, "reward", f"--objective reward --data-path pairs.jsonl --train-iters 20 {LAYOUT}")
+    found = trained(home, "reward", f"--objective reward --data-path pairs.jsonl --train-iters 20 {LAYOUT} {ONE_RANK}")
     assert found[-1]["accuracy"] > 0.9
     flags = f"--objective ppo {DRAWN} --train-iters 3 --num-ppo-epochs 2 --zeropp --emulate-nodes 2 --reward-load"
     found = trained(home, "ppo", f"{flags} reward")
@@ -229,13 +232,14 @@ def adapted(home) -> dict[str, dict[str, Any]]:
     post_train(
         home, "adapters", f"{SFT} {split} --train-iters 4 --lora-r 3 --lora-target-modules all-linear", load="llama"
     )
+    unsplit = f"{ONE_RANK} --tensor-model-parallel-size 1"
     ways = {
         "merged": ("adapters", "--lora-r 2"),
-        "kept": ("llama", "--lora-load adapters/adapter"),
-        "all": ("adapters", ""),
-        # on one rank, because each rank imports PEFT to read a foreign adapter
-        "foreign-kept": ("llama", "--lora-load foreign --nproc 1 --tensor-model-parallel-size 1"),
-        "foreign-all": ("foreign-in", ""),
+        "kept": ("llama", f"--lora-load adapters/adapter {unsplit}"),
+        "all": ("adapters", unsplit),
+        # each rank imports PEFT to read a foreign adapter
+        "foreign-kept": ("llama", f"--lora-load foreign {unsplit}"),
+        "foreign-all": ("foreign-in", unsplit),
     }
     run = f"{DPO} {split} --train-iters 1"
     first = {name: trained(home, name, f"{run} {flags}", load=load)[0] for name, (load, flags) in ways.items()}
@@ -317,13 +321,13 @@ def test_lora_run_resumes_with_its_own_adapters_only(home):
 @pytest.fixture(scope="module")
 def dpo(home) -> list[dict[str, Any]]:
     """Train ten steps of DPO, and return the records of the steps."""
-    return trained(home, "dpo", f"{DPO} --train-iters 10")
+    return trained(home, "dpo", f"{DPO} {ONE_RANK} --train-iters 10")
 
 
 def test_dpo_learns_and_a_precomputed_reference_changes_nothing(home, dpo):
     assert dpo[0]["lm_loss"] == LN_2
     assert dpo[-1]["rewards/accuracies"] > 0.9
-    flags = f"{DPO} --precompute-ref-log-probs --train-iters"
+    flags = f"{DPO} {ONE_RANK} --precompute-ref-log-probs --train-iters"
     before = trained(home, "dpo-2", f"{flags} 4")
     assert [row["lm_loss"] for row in before] == pytest.approx([row["lm_loss"] for row in dpo[:4]], abs=1e-5)
     output = post_train(home, "dpo-3", f"{flags} 10 --valid-data-path pairs.jsonl --eval-iters 1 --eval-interval 10")
@@ -388,7 +392,7 @@ def test_grpo_with_states_in_host_memory_is_bit_identical(home, request, layout,
 
 
 def test_synced_reference_is_mixed_after_steps_and_resumes_on_any_layout(home, dpo):
-    flags = f"{DPO} --train-iters 4 --save-interval 3"
+    flags = f"{DPO} {ONE_RANK} --train-iters 4 --save-interval 3"
     mixing = f"{flags} --sync-ref-model --ref-model-sync-steps 2 --ref-model-mixup-alpha 1"
     synced = trained(home, "dpo-synced", mixing)
     assert synced[:2] == dpo[:2]
@@ -398,7 +402,7 @@ def test_synced_reference_is_mixed_after_steps_and_resumes_on_any_layout(home, d
     name = stopped(home, "dpo-synced", 3)
     with pytest.raises(ValueError, match="--no-sync-ref-model: --load dpo-synced-on was trained with the opposite"):
         asked(home, f"{flags} --load {name} --save {name}")
-    (again,) = trained(home, name, f"{mixing} --tensor-model-parallel-size 2", load=name)
+    (again,) = trained(home, name, f"{mixing} --nproc 2 --tensor-model-parallel-size 2", load=name)
     assert again["rewards/margins"] == pytest.approx(synced[3]["rewards/margins"], rel=1e-3)
     assert synced[3]["rewards/margins"] > 1e-3
 
@@ -457,10 +461,10 @@ def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
     before = biases(home / "biased")
     assert all(bias.any() for bias in before)
     for name, flags, moves in (("biases-kept", "", False), ("biases-moved", "--update-expert-bias", True)):
-        post_train(home, name, f"{SFT} --train-iters 2 {flags}", load="biased")
+        post_train(home, name, f"{SFT} {ONE_RANK} --train-iters 2 {flags}", load="biased")
         assert all(torch.equal(*pair) != moves for pair in zip(biases(home / name), before, strict=True)), name
     # Generate and convert from a LoRA run whose base has biases of experts.
-    post_train(home, "biased-lora", f"{SFT} --train-iters 2 --lora-r 2", load="biased")
+    post_train(home, "biased-lora", f"{SFT} {ONE_RANK} --train-iters 2 --lora-r 2", load="biased")
     tool(home, "generate", "--load biased-lora --prompt Say --sample-tokens 2")
     for name, flags in (("merged", "--to megazpp"), ("exported", ""), ("parts", "--keep-adapters")):
         tool(home, "convert_checkpoint", f"--input biased-lora --output biased-{name} {flags}")
@@ -581,7 +585,7 @@ def test_reference_and_reward_model_with_other_tokens_of_the_same_number_are_rej
 
 
 def test_reward_model_is_refused_where_tokens_are_predicted(home):
-    post_train(home, "judge", f"--objective reward --data-path pairs.jsonl --train-iters 1 {LAYOUT}")
+    post_train(home, "judge", f"--objective reward --data-path pairs.jsonl --train-iters 1 {LAYOUT} {ONE_RANK}")
     sft, dpo = "--objective sft --data-path chats.jsonl --load", "--objective dpo --data-path pairs.jsonl --load"
     for name, flags in (
         ("generate", "--prompt a --load judge"),
@@ -595,7 +599,7 @@ def test_reward_model_is_refused_where_tokens_are_predicted(home):
 @pytest.fixture(scope="module")
 def first(home) -> None:
     """Make the folder `first` with the checkpoint of a supervised run of one step."""
-    post_train(home, "first", f"{SFT} --train-iters 1")
+    post_train(home, "first", f"{SFT} {ONE_RANK} --train-iters 1")
 
 
 def test_run_is_resumed_only_with_its_own_objective(home, first):
