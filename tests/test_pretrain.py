@@ -198,7 +198,7 @@ def saved_weights(run: Run) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_zeropp_in_bf16_sends_lossless_deltas_and_trains_like_zero3(home):
     """With exact gradients, all numbers are bit-identical to ZeRO-3's, and fewer bytes cross nodes."""
-    flags = [*TOY, "--bf16", "--train-iters", "6", "--global-batch-size", "8", "--save-to-run-dir", "--eval-iters", "1"]
+    flags = [*TOY, "--bf16", "--train-iters", "6", "--global-batch-size", "8", "--save-to-run-dir"]
     zero3 = home.pretrain(*flags, "--emulate-nodes", "2", run="bf16")
     nodes = ["--emulate-nodes", "2", "--zeropp", "--no-zero-quantized-gradients"]
     zeropp = home.pretrain(*flags, *nodes, "--zero-weight-delta", "lossless", run="bf16-zeropp")
@@ -232,7 +232,7 @@ def test_torchrun_run_stops_at_exit_interval_and_logs_the_found_cluster(main_job
 
 @pytest.mark.slow
 def test_skip_train_only_evaluates(home):
-    flags = ["--train-iters", "4", "--skip-train", "--eval-iters", "1", "--split", "90,5,5"]
+    flags = ["--train-iters", "4", "--skip-train", "--split", "90,5,5"]
     run = home.pretrain(*TOY, *flags, run="skip", nproc=1)
     assert not (run.folder / "metrics.jsonl").exists()
     assert run.summary["iterations"] == 0
@@ -325,14 +325,14 @@ def test_slurm_task_count_is_ignored_without_srun(monkeypatch):
     assert pretrain_gpt.main() == 102
 
 
-def interrupted(home: Home, iteration: int, times: int, *flags: str) -> tuple[int, str]:
-    """Run pretrain_gpt.py with wandb, and press Ctrl-C `times` times after an iteration.
+def interrupted(home: Home, iteration: int, times: int, *flags: str, python: str) -> tuple[int, str]:
+    """Run pretrain_gpt.py with wandb, and send SIGINT `times` times after an iteration, as Ctrl-C does.
 
     Returns:
         (exit code, output). All processes of the run must end within 30 s.
     """
-    job = [*TOY, "--train-iters", "2000", "--eval-iters", "1", "--wandb-project", "a-project", "--nproc", "2"]
-    program = Program("pretrain_gpt.py", *job, *flags, *home.places("interrupted"), folder=home.path)
+    job = [*TOY, "--train-iters", "2000", "--wandb-project", "a-project", "--nproc", "2"]
+    program = Program("pretrain_gpt.py", *job, *flags, *home.places("interrupted"), folder=home.path, python=python)
     program.wait_for(f" iteration {iteration:8d}/")
     assert len(program.left_behind()) > 3  # the launcher, two workers, and wandb's process
     for _ in range(times):
@@ -346,7 +346,7 @@ def interrupted(home: Home, iteration: int, times: int, *flags: str) -> tuple[in
 
 @pytest.mark.slow
 def test_ctrl_c_saves_leaves_no_process_and_prints_a_working_command(home):
-    code, output = interrupted(home, 20, 1, "--save", str(home.path / "kept"))
+    code, output = interrupted(home, 3, 1, "--save", str(home.path / "kept"), python=sys.executable)
     assert code == 0
     assert "stopped by SIGINT\n" in output
     (command,) = re.findall("^to resume: python (.*)$", output, re.MULTILINE)
@@ -358,8 +358,8 @@ def test_ctrl_c_saves_leaves_no_process_and_prints_a_working_command(home):
 
 @pytest.mark.slow
 def test_second_ctrl_c_ends_the_run_and_wandb_at_once(home):
-    # The large batch makes the second signal arrive before the step ends
-    code, output = interrupted(home, 1, 2, "--global-batch-size", "256")
+    # The large batch makes the second signal arrive before the step ends. The signals reach only the launcher
+    code, output = interrupted(home, 1, 2, "--global-batch-size", "256", python=str(forked_python()))
     assert code == 130
     assert output.endswith("ended by SIGINT\n")
 
@@ -404,7 +404,7 @@ def test_command_that_resumes_names_the_launcher(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_terminal_output_starts_at_once_and_has_short_lines(tmp_path):
-    flags = ["--train-iters", "4", "--eval-iters", "1", "--nproc", "2", "--run-dir", str(tmp_path / "run")]
+    flags = ["--train-iters", "4", "--nproc", "2", "--run-dir", str(tmp_path / "run")]
     reads, writes = pty.openpty()
     command = [str(forked_python()), "pretrain_gpt.py", *TOY, *flags]
     program = subprocess.Popen(command, cwd=ROOT, stdout=writes, stderr=writes)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 BATCH = 24
 OUTER = ("--diloco-steps", "5", "--diloco-outer-momentum", "0.6", "--diloco-outer-lr", "0.7")
-SIZES = ("--eval-iters", "1", "--global-batch-size", str(BATCH))
+SIZES = ("--global-batch-size", str(BATCH))
 
 
 class Site:
@@ -135,9 +135,9 @@ FRAGMENTS = "--num-layers 3 --diloco-steps 6 --diloco-fragments 2"
         nightly("", 12, (5, 5, 2)),
         nightly("--diloco-fragment-sync-delay 2 --diloco-fragment-update-alpha 0.4", 12, (5, 5, 2)),
         nightly("--optimizer muon", 12, (5, 5, 2)),
-        ("--tensor-model-parallel-size 2", 12, (5, 5, 2)),
+        nightly("--tensor-model-parallel-size 2", 12, (5, 5, 2)),
         nightly(FRAGMENTS, 15, (3, 3, 3, 3, 3, 0)),
-        (f"{FRAGMENTS} --diloco-fragment-sync-delay 2", 14, (3, 3, 3, 3, 2, 0)),
+        (f"{FRAGMENTS} --diloco-fragment-sync-delay 2 --tensor-model-parallel-size 2", 14, (3, 3, 3, 3, 2, 0)),
     ],
 )
 def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_site, flags, iterations, steps):
@@ -307,7 +307,7 @@ def test_group_with_other_flags_or_another_secret_is_refused_by_flag(tmp_path, n
 def test_groups_that_start_from_different_checkpoints_merge_nothing_of_each_other(tmp_path, new_site):
     for seed in ("1", "2"):
         flags = ("--train-iters", "1", "--save", str(tmp_path / seed), "--seed", seed, "--global-batch-size", "2")
-        Home(tmp_path).pretrain(*TOY, *flags, "--eval-iters", "0", run=f"base-{seed}", nproc=1)
+        Home(tmp_path).pretrain(*TOY, *flags, run=f"base-{seed}", nproc=1)
     site = new_site("--train-iters", "10", "--seed", "3", "--finetune")
     groups = [site.start(name, "--load", str(tmp_path / name)) for name in ("1", "2")]
     codes = [group.process.wait(timeout=120) for group in groups]

@@ -9,7 +9,7 @@ from helpers.program import ROOT, run_forked
 
 TOY = shlex.split(
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-3 --micro-batch-size 2 --log-interval 1"
+    "--tokenizer-type NullTokenizer --vocab-size 256 --lr 1e-3 --micro-batch-size 2 --log-interval 1 --eval-iters 1"
 )
 
 
