@@ -230,7 +230,10 @@ def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[
     if tokenizer is None:
         raise ValueError("--tokenizer-model is missing: name a tokenizer (tools/train_tokenizer.py trains one)")
     if config.append_eod and tokenizer.eod is None:
-        raise ValueError("--append-eod: the tokenizer has no end-of-document token; leave out --append-eod")
+        raise ValueError(
+            "--append-eod: the tokenizer has no end-of-document token: name one of its tokens by --eos-token, or leave "
+            "out --append-eod"
+        )
     check_prefix(config.output_prefix, "--output-prefix")
     prefixes = [Path(f"{config.output_prefix}_{key}_document").expanduser() for key in config.json_keys]
     for prefix in prefixes:

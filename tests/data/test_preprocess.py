@@ -145,7 +145,7 @@ def test_invalid_flags_are_rejected_before_anything_is_written(tmp_path):
         ({"workers": 0}, BYTES, "--workers 0 is not positive"),
         ({"log_interval": 0}, BYTES, "--log-interval 0 is not positive"),
         ({}, TokenizerConfig(), "--tokenizer-model is missing"),
-        ({"append_eod": True}, without_eod, "--append-eod: the tokenizer has no end-of-document token"),
+        ({"append_eod": True}, without_eod, "has no end-of-document token: name one of its tokens by --eos-token"),
     ]
     assert not not_refused(rows, lambda flags, by: run([path], tmp_path / "x", by=by, **flags))
     assert contents(tmp_path) == before

@@ -79,6 +79,7 @@ MORE_WAYS = (
     f"{INT8} --context-parallel-size 2",
     f"{INT8} --diloco-steps 4",
     f"{INT8} --optimizer muon --muon-full-interval 2",
+    f"{INT8} {FLOAT8}",
 )
 # Parallelism that the part "streams" adds to ZeRO: none, expert parallelism, tensor parallelism.
 SPLITS = (
@@ -386,7 +387,7 @@ def streams(check: Check) -> None:
     """
     splits = SPLITS[: 2 + check.long]
     for index, split in enumerate(splits):
-        more = MORE_WAYS[: check.size(1 + 4 * check.long, 1)] if not split else ()
+        more = MORE_WAYS[: check.size(len(MORE_WAYS) if check.long else 1, 1)] if not split else ()
         # the losses of the other configurations are compared with ZeRO-3
         compared = ["--zero-stage 3"] if check.long or not split else []
         ways = [*compared, OVERLAP_OFF, f"{INT8} --disturbed", *more]
