@@ -321,6 +321,8 @@ class Rounds:
             kept = None if group is None or group.slot in taken else group.slot
             slot = min(set(range(len(taken) + 1)) - taken) if kept is None else kept
             self._decide({"join": name, "slot": slot, "incarnation": hello["incarnation"]})
+            waits = f"; the run starts with {self.rules.groups} groups, or after {ASSEMBLY_SECONDS:.0f} s with fewer"
+            self._say(f"group {name} has connected{'' if self.members else waits}")
             own = self.groups[name]
         if not own.reports:
             own.since = now
@@ -740,8 +742,10 @@ class Rounds:
     def _seconds_to_quorum(self, now: float) -> float | None:
         """Return the seconds until a quorum of contributions is expected in this round, by the speed of the groups.
 
-        The result is None if too few groups have reported their speed.
+        The result is negative once the grace has begun, and None if too few groups have reported their speed.
         """
+        if self._quorum_at is not None:
+            return self._quorum_at - now
         found, sent = [], {entry["group"] for entry in self.pool.values() if entry["base"] == self.version}
         for name in self.live:
             report, (_, moved_at) = self.groups[name].reports[0], self.groups[name].moved

@@ -604,6 +604,20 @@ def test_contribution_that_only_its_own_group_holds_is_not_committed():
     assert world.rounds.version == 1
 
 
+def test_time_to_the_quorum_is_negative_during_the_grace():
+    """A group with short steps is called within the grace, even if a step takes less time than half of the grace."""
+    world = world_with_contributions(3, publish=[0, 1])
+    world.groups[2].steps = 1
+    for index, rank in itertools.product((0, 1), (0, 1)):
+        world.settle()
+        world.fetch(index, rank)
+    world.wait(0.5)
+    began = world.now
+    world.wait(0.5)
+    assert world.rounds.version == 0
+    assert world.state(2)["quorum_in"] == began - world.now == -0.5
+
+
 def test_version_waits_for_all_fetches_during_the_grace_then_merges_what_one_group_has():
     """Each group has fetched the message of one other group, so no group has all three messages."""
     world = world_with_contributions(3, publish=[0, 1, 2])
