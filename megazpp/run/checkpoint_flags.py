@@ -17,7 +17,7 @@ from megazpp.checkpoint.folder import RECORD, CheckpointFolder, read_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata, shape_of
 from megazpp.data.tokenizer import load_tokenizer, names_tokenizer
 from megazpp.run.arguments import MUTUALLY_EXCLUSIVE, OF_THE_DEVICE, TAKEN, ParsedRun
-from megazpp.zero.plan import default_weight_delta
+from megazpp.zero.plan import WeightDelta, default_weight_delta
 
 
 def with_checkpoint_flags(
@@ -123,7 +123,7 @@ def with_resumed_weight_delta(parsed: ParsedRun, record: CheckpointMetadata, fol
     if kept == "lossless" and not default_weight_delta(parsed.config.precision.param_dtype).lossless:
         return parsed
     where = folder.of(record.progress.iteration) / RECORD
-    notice = f"--zero-weight-delta auto: {kept}, as in the checkpoint of {folder.name}"
+    notice = WeightDelta(kept == "lossless", f"the checkpoint of {folder.name} has this format").describe()
     taken = _updated(zero, {"zero_weight_delta": kept}, where)
     return parsed.with_checkpoint(["zero_weight_delta"], [notice], zero=taken)
 
