@@ -280,7 +280,7 @@ def like_fsdp2(case: dict[str, Any], tolerance: float) -> None:
     results = []
     for kind in (None, "exact"):
         model, handle, optimizer = build(kind, case)
-        losses = torch.tensor(steps(model, handle, optimizer, case, range(3)))
+        losses = torch.tensor(steps(model, handle, optimizer, case, range(2)))
         results.append({"losses": losses, **whole(model)})
     torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
     assert handle.counter.sent_bytes("cross") > 0 or case.get("ranks_per_node") == dist.get_world_size()
@@ -296,9 +296,8 @@ RECIPES = ("apart", "together") if hasattr(torch.distributed.fsdp, "DataParallel
     [
         ({"accumulate": 2, "signal": "sync"}, 1e-5),
         slow({"accumulate": 2, "signal": "accumulate"}, 1e-5),
-        slow({"accumulate": 2, "idle": True}, 1e-5),
         nightly({"frozen": ("experts",)}, 1e-5),
-        slow({"frozen": ("experts.up", "router", "words", "norm")}, 1e-5),
+        slow({"accumulate": 2, "idle": True, "frozen": ("experts.up", "router", "words", "norm")}, 1e-5),
         slow({"checkpointing": True, "lora": True, "accumulate": 2, "signal": "accumulate"}, 1e-5),
         slow({"compile": True}, 1e-5),
         nightly({"ranks_per_node": 4}, 1e-5),
