@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 from helpers.fork_python import OTHERS_MODULES, forked_python
 from helpers.program import run_program
-from helpers.tiers import slow
+from helpers.tiers import chosen, slow
 from mutations import read_changes
 
 from megazpp.features import NEEDS
@@ -164,8 +164,7 @@ def run_in(copy: Path, program: str, *words: str) -> str:
     return output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", NEEDS)
+@pytest.mark.parametrize("feature", chosen({name: name for name in NEEDS}, slow=("lora", "packed_weights")))
 def test_all_remaining_modules_import_without_an_optional_feature(feature, library, tmp_path):
     """Features that need the deleted feature stay in the copy, but their modules are not imported."""
     disabled = {feature}

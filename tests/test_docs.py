@@ -221,8 +221,9 @@ def test_post_training_page_ends_with_one_answer_in_a_terminal_and_in_transforme
 
 
 RUN = [page for page in PAGES if page not in (TUTORIAL, POST_TRAINING) and (blocks(page, "sh") or wanted(page))]
-LONG = ["docs/planner.md", *(f"docs/{page}.md" for page in ("concepts/context_parallelism", "concepts/zeropp"))]
-LONG += ["docs/reference/configs.md"]
+LONG = [f"docs/concepts/{page}.md" for page in ("context_parallelism", "zeropp")]
+LONG += [f"docs/guides/{page}.md" for page in ("host_memory", "large_model_inference", "two_machines")]
+LONG += ["docs/planner.md", "docs/reference/cluster_files.md", "docs/reference/configs.md"]
 
 
 @pytest.mark.parametrize("page", chosen({page: page for page in RUN}, slow={*RUN} - {*LONG}))
@@ -477,7 +478,7 @@ def test_zeropp_pages_table_lists_every_zeropp_flag():
 
 OTHERS_FLAGS = (
     "--job-name --master-port --nnodes --nproc-per-node --node-rank --rdzv-backend --rdzv-conf --master-addr "
-    "--num_gpus --ntasks-per-node --gpus-per-task --strict --durations"
+    "--num_gpus --ntasks-per-node --gpus-per-task --strict --durations --index-url"
 )
 
 
@@ -489,7 +490,8 @@ def test_every_flag_named_on_a_page_exists():
     fields, flags = (re.findall(pattern, "".join(sources())) for pattern in (r"\b(\w+): [^=\n]+ = flag\(", r"--[\w-]+"))
     known = {bare(name) for name in (*fields, *flags, *read_megatron_flags(), *OTHERS_FLAGS.split())}
     for page in set(PAGES) - {"docs/contributing/extending.md"}:  # the page left out adds a flag as an example
-        for name in re.findall(r"(?<![\w-])--[a-z][\w-]*\*?", " ".join(re.findall(r"`([^`]+)`", prose(page)))):
+        quoted = [*blocks(page, "sh"), *re.findall(r"`([^`]+)`", prose(page))]
+        for name in re.findall(r"(?<![\w-])--[a-z][\w-]*\*?", " ".join(quoted)):
             family = bare(name).rstrip("*-")  # `--zero-*` and `--no-...` name families of flags
             found = any(flag.startswith(family) for flag in known) if name[-1] in "*-" else family in known
             assert found, f"{page}: {name}"

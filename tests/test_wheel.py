@@ -44,7 +44,7 @@ def test_wheel_lists_every_package():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wheel_and_source_distribution_hold_all_needed_files(built):
     tracked = run("git", "ls-files", cwd=ROOT).split()
     wanted = {
@@ -64,7 +64,7 @@ def test_wheel_and_source_distribution_hold_all_needed_files(built):
     assert sources - inside == set()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_wheel_trains_in_an_empty_folder(built, tmp_path):
     """The environment has the dependencies of these tests, but the checkout is not on its search path."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
