@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
     # ---- start the workers, or become one
     if not place.started:
         return start_workers(place, config.launch, main)
-    facts = facts_of(parsed)  # flags, versions and environment variables that must be equal on all ranks
+    facts = facts_of(parsed, earlier)  # flags, versions and environment variables that must be equal on all ranks
     with worker_process(place, config.launch, facts) as worker, open_run(worker, parsed, announced, source) as run:
         # ---- build the data, the model and the trainer
         with user_errors():

@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     # ---- start the workers, or train if this process is a worker
     if not place.started:
         return start_workers(place, config.launch, main)
-    facts = facts_of(parsed)  # facts that must be equal on all ranks
+    facts = facts_of(parsed, earlier)  # facts that must be equal on all ranks
     with worker_process(place, config.launch, facts) as worker, open_run(worker, parsed, announced, source) as run:
         # ---- build the models, the objective and the data of the run
         with user_errors():

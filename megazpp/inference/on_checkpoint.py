@@ -125,7 +125,7 @@ def run_on_checkpoint(
     if not place.started:
         return start_workers(place, launch, main)
     checkpoint = {"the checkpoint": f"iteration {record.progress.iteration}"}
-    with worker_process(place, launch, facts_of(parsed) | checkpoint) as worker:
+    with worker_process(place, launch, facts_of(parsed, record) | checkpoint) as worker:
         with user_errors():
             loaded = _load(parsed, announced, source, record, spread, worker)
         work(loaded)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import megazpp
-from megazpp.base.flags import PATH_ENDS, as_words, flag_name
+from megazpp.base.flags import PATH_ENDS, as_words, flag_name, spelling
 from megazpp.base.program import (
     LAUNCHER_PID,
     JobError,
@@ -34,6 +34,7 @@ from megazpp.base.program import (
     say_notices,
 )
 from megazpp.checkpoint.config import CheckpointConfig
+from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.cache import cache_key
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.kernels import formats
@@ -105,17 +106,27 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
     return run
 
 
-def facts_of(parsed: ParsedRun) -> dict[str, str]:
+def facts_of(parsed: ParsedRun, record: CheckpointMetadata | None) -> dict[str, str]:
     """Return everything about a command line that must be equal on all ranks before they start.
 
-    These are flags, versions, environment variables, and the content of --cluster-file. The keys are the names that
-    error messages use, such as "--lr", and the values are texts.
+    These are flags, versions, environment variables, the content of --cluster-file, and whether there is a checkpoint.
+    The keys are the names that error messages use, such as "--lr", and the values are texts.
+
+    Args:
+        parsed: command line of the run.
+        record: metadata of the checkpoint that this rank would load; None without one.
     """
+    found = {"the checkpoint to load": "none" if record is None else "found"}
+    # The paths may differ between hosts. A rank without such a folder would skip the collectives that use it.
+    for part in parsed.parts:
+        names = {field.name for field in dataclasses.fields(part)} & {"load", "save", "lora_load"}
+        found |= {spelling(part, name): "none" if getattr(part, name) is None else "given" for name in sorted(names)}
+    found |= facts_of_flags(parsed.parts)
     path = parsed.config.cluster.cluster_file
     if path is None:
-        return facts_of_flags(parsed.parts)
+        return found
     cluster, fields = read_cluster(path), (field.name for field in dataclasses.fields(Cluster) if field.compare)
-    return facts_of_flags(parsed.parts) | {f"{name} in --cluster-file": str(getattr(cluster, name)) for name in fields}
+    return found | {f"{name} in --cluster-file": str(getattr(cluster, name)) for name in fields}
 
 
 def facts_of_flags(parts: Sequence[Any]) -> dict[str, str]:

@@ -42,15 +42,24 @@ DIFFERENT = {
 
 def test_facts_have_flags_versions_and_variables_but_no_paths(monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    facts = facts_of(parse(f"{SMALL} --run-dir here --nproc 2 --lr 2e-3"))
+    facts = facts_of(parse(f"{SMALL} --run-dir here --nproc 2 --lr 2e-3"), None)
     assert facts["--lr"] == "0.002"
     assert facts["--num-layers"] == "2"
     assert facts["--profile"] == "False"
     assert facts["the environment variable NCCL_ALGO"] == "Ring"
     assert "sources" in facts["the version of MegaZ++"]
-    assert {"--run-dir", "--nproc", "--data-path", "--tokenizer-model", "--load"}.isdisjoint(facts)
-    other = facts_of(parse(f"{SMALL} --run-dir there --nproc 2 --lr 2e-3 --seed 7"))
+    assert {"--run-dir", "--nproc", "--data-path", "--tokenizer-model"}.isdisjoint(facts)
+    other = facts_of(parse(f"{SMALL} --run-dir there --nproc 2 --lr 2e-3 --seed 7"), None)
     assert {name for name in facts if facts[name] != other[name]} == {"--seed"}
+
+
+@pytest.mark.parametrize("flags", ["--load here", "--save here"])
+def test_facts_tell_whether_a_rank_has_a_folder_of_checkpoints(flags):
+    here, there, neither = (facts_of(parse(f"{SMALL} {given}"), None) for given in (flags, f"{flags}/b", ""))
+    assert here == there
+    assert {name: neither[name] for name in here if here[name] != neither[name]} == {flags.split()[0]: "none"}
+    found = facts_of(parse(f"{SMALL} {flags}"), mock.Mock())
+    assert {name: found[name] for name in here if here[name] != found[name]} == {"the checkpoint to load": "found"}
 
 
 def test_facts_have_the_content_of_the_cluster_file(tmp_path):
@@ -58,7 +67,7 @@ def test_facts_have_the_content_of_the_cluster_file(tmp_path):
     for host, nodes in (("a", 1), ("b", 1), ("c", 2)):  # the path may differ between hosts
         file = tmp_path / f"{host}.yaml"
         file.write_text(f"nodes: {nodes}\nranks_per_node: 2\n")
-        found.append(facts_of(parse(f"{SMALL} --cluster-file {file}")))
+        found.append(facts_of(parse(f"{SMALL} --cluster-file {file}"), None))
     assert found[0] == found[1]
     assert {name for name in found[0] if found[0][name] != found[2][name]} == {"num_nodes in --cluster-file"}
 
