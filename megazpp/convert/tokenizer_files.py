@@ -41,26 +41,41 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
     Returns:
         The entries of config.json about special tokens, such as {"eos_token_id": 0}. A value of None means no token.
     """
+    ids = token_ids(tokenizer)
     if tokenizer is None:
-        return dict.fromkeys(("bos_token_id", "eos_token_id"))
+        return ids
     files = dict(tokenizer.files)
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eod) | read_settings(files, CONFIG)
-    # Keep only the ids of special tokens; the tokenizer's config.json may have other keys, such as model_type
-    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}
     files.pop(CONFIG, None)
     made: dict[str, Any] = {}
     if not files:
         made = {DEFINITION: _byte_level(tokenizer.vocab_size), DESCRIPTION: fast(_EOD) | _PLAIN}
     elif isinstance(tokenizer, SentencePieceTokenizer):
         made = _describe_sentencepiece(files[SENTENCEPIECE], tokenizer.eod)
-    pad = tokenizer.variables.get("pad_token", "")
-    if ids.get("pad_token_id") is None and pad in tokenizer.special_ids:
-        ids["pad_token_id"] = tokenizer.special_ids[pad]
     for name, values in made.items():
         files |= as_json(name, values)
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_whole(folder / name, content)
+    return ids
+
+
+def token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the entries of config.json about special tokens, such as {"eos_token_id": 0}. None means no token.
+
+    Without these entries, transformers would take the ids that are usual for the model's class.
+
+    Args:
+        tokenizer: tokenizer of the model; None if it is not known.
+    """
+    names = "bos_token_id", "eos_token_id"
+    if tokenizer is None:
+        return dict.fromkeys(names)
+    ids = dict.fromkeys(names, tokenizer.eod) | read_settings(tokenizer.files, CONFIG)
+    # Keep only the ids of special tokens; the tokenizer's config.json may have other keys, such as model_type
+    ids = {name: value for name, value in ids.items() if name.endswith("_token_id")}
+    pad = tokenizer.variables.get("pad_token", "")
+    if ids.get("pad_token_id") is None and pad in tokenizer.special_ids:
+        ids["pad_token_id"] = tokenizer.special_ids[pad]
     return ids
 
 

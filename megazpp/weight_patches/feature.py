@@ -52,7 +52,8 @@ class WeightPatchesFeature(Feature):
         folder, lock = raise_on_all_ranks(dims.world, take)
         check_shared(folder, dims.world)
         dtype, interval = config.precision.param_dtype, flags.weight_anchor_interval
-        patches = WeightPatches(folder, interval, *trainer.parts.built, dims, dtype=dtype, lock=lock)
+        parts = trainer.parts
+        patches = WeightPatches(folder, interval, *parts.built, dims, dtype=dtype, tokenizer=parts.tokenizer, lock=lock)
         return Attached(after_step=(AfterStep(patches.write, interval=1),))
 
 

@@ -17,8 +17,9 @@ index 00000 also have the model's buffers, unsharded and in fp32. The metadata i
                 hexadecimal digits
     base        in a `patch` file: `chain` of the weights to which the patch applies
     checksum    in a `weights` file: checksum of its tensors
-    model       in a `weights` file: JSON with the architecture, the size of the vocabulary, and for each shard the
-                unsharded shape of its tensor and the index of the shard's first element in that tensor
+    model       in a `weights` file: JSON with the architecture, the size of the vocabulary, the ids of special tokens,
+                and for each shard the unsharded shape of its tensor and the index of the shard's first element in
+                that tensor
 
 The weights are the fp32 master weights rounded to 16 bits, as in a checkpoint that was converted to 16 bits. Training
 with `--zero-weight-delta lossless` computes with the same weights. The exceptions are changes that do not fit into a
@@ -42,6 +43,8 @@ from megazpp.base.program import errors_as, user_errors
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import HEAD, held
 from megazpp.convert.safetensors_file import write_tensors
+from megazpp.convert.tokenizer_files import token_ids
+from megazpp.data.tokenizer import Tokenizer
 from megazpp.kernels.weight_delta import encode, message_bytes, numbers
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
@@ -65,6 +68,7 @@ class WeightPatches:
         sharding: sharding of the model, with its sharding units.
         dims: mesh axes.
         dtype: 16-bit dtype in which training computes, which the files contain.
+        tokenizer: tokenizer of the model, whose special tokens the files name; None if it is not known.
         lock: open lock file from `take_patches_folder`, which this object keeps open so that the folder stays locked;
             None on ranks that hold no lock.
     """
@@ -78,6 +82,7 @@ class WeightPatches:
         dims: ParallelDims,
         *,
         dtype: torch.dtype,
+        tokenizer: Tokenizer | None = None,
         lock: IO[str] | None = None,
     ) -> None:
         self._folder, self._interval, self._dtype = folder, interval, dtype
@@ -90,6 +95,7 @@ class WeightPatches:
         self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._step: int | None = None
         self._chain = 0
+        self._token_ids = token_ids(tokenizer)
         self._lock = lock
 
     def write(self, progress: TrainingProgress) -> None:
@@ -122,7 +128,8 @@ class WeightPatches:
             self._write("patch", changes, {"base": f"{base:08x}"})
         if first or step % self._interval == 0:
             places = self._places | {name: (tuple(x.shape), (0,) * x.dim()) for name, x in buffers.items()}
-            model = {"config": asdict(self._model.config), "vocab_size": self._model.vocab_size, "places": places}
+            about = {"config": asdict(self._model.config), "vocab_size": self._model.vocab_size, "places": places}
+            model = about | {"token_ids": self._token_ids}
             self._write("weights", weights, {"checksum": f"{checksum(weights):08x}", "model": json.dumps(model)})
 
     def _begin_chain(self) -> None:

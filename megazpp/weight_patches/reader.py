@@ -122,7 +122,7 @@ class PatchReader:
         remove(unfinished)
         unfinished.mkdir(parents=True)
         with renamed_when_done(unfinished, folder, synced=False):
-            write_model(unfinished, self._model(), token_ids={})
+            write_model(unfinished, self._model(), token_ids=self._parts[0].model["token_ids"])
             write_synced(unfinished / _SAVED, json.dumps({"step": self.step}).encode())
             remove(folder)
 

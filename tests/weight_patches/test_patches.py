@@ -25,6 +25,7 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.convert.huggingface import choose_architecture, to_files
 from megazpp.convert.model import OUTPUT, WORDS, held, split_all
 from megazpp.convert.safetensors_file import read_metadata
+from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.config import ParallelConfig
@@ -58,7 +59,8 @@ def train(case: Case, folder: Path, restart_after: int) -> tuple[list[Bits], int
     pieces = family.pieces(case.model)
     for index in range(case.steps):
         if patches is None or index == restart_after:
-            patches = WeightPatches(folder, 4, step.model, step.sharding, dims, dtype=torch.bfloat16)
+            options = {"dtype": torch.bfloat16, "tokenizer": ByteTokenizer(999)}
+            patches = WeightPatches(folder, 4, step.model, step.sharding, dims, **options)
         step(case.batches(index, dims), learning_rate=1e-3, weight_decay=0.01)
         before = sum(entry.sent_bytes for entry in dims.counter.table().values())
         patches.write(TrainingProgress(iteration=index + 1))
@@ -207,6 +209,7 @@ def test_saved_folder_is_transformers_model(chain, small_chain, tmp_path):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.bfloat16)
         found = {name: bits_of(x) for name, x in model.state_dict().items() if name in small_chain[1][step - 1]}
         torch.testing.assert_close(found, small_chain[1][step - 1], rtol=0, atol=0)
+        assert (model.config.bos_token_id, model.config.eos_token_id) == (999, 999)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0001", "policy"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "config.json").write_text("{}")
