@@ -21,7 +21,7 @@ class SampleConfig(FeatureConfig):
 
     Attributes:
         sample_prompt: texts to continue (default: an end-of-document token; in generate.py, the text from stdin).
-        sample_tokens: number of tokens to generate for each prompt; 0 generates no text.
+        sample_tokens: number of tokens to generate for each prompt; 0 generates no text, which generate.py refuses.
         sample_temperature: divisor of the logits; 0 selects the most likely token.
         sample_top_k: number of most likely tokens to sample from; 0 samples from all.
         sample_top_p: probability in (0, 1]: sample from the most likely tokens that together have this probability.
