@@ -207,7 +207,8 @@ def test_four_bit_synchronization_keeps_replica_groups_identical(world, case):
             assert (common[name] - outer[name]).norm() < 0.25 * change, name
 
 
-def test_every_operation_of_the_outer_step_is_rounded_alone():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_operation_of_the_outer_step_is_rounded_alone(device):
     """numpy never fuses a multiplication and an addition into one rounding. torch does so with AVX2 and AVX-512."""
     plan = plan_diloco(
         exact(20, outer_lr=0.7, outer_momentum=0.6), ZeroConfig(), iterations=1, num_layers=1, tokens_per_step=1
@@ -216,9 +217,10 @@ def test_every_operation_of_the_outer_step_is_rounded_alone():
     outer, momentum, mean = torch.rand(3, 10_007, generator=generator).unbind()
     new_momentum = momentum.numpy() * np.float32(0.6) + mean.numpy()
     expected = outer.numpy() - mean.numpy() * np.float32(0.7) - new_momentum * np.float32(0.7 * 0.6)
+    outer, momentum, mean = (tensor.to(device) for tensor in (outer, momentum, mean))
     outer_step_(outer, momentum, mean, plan)
-    assert np.array_equal(momentum.numpy(), new_momentum)
-    assert np.array_equal(outer.numpy(), expected)
+    assert np.array_equal(momentum.cpu().numpy(), new_momentum)
+    assert np.array_equal(outer.cpu().numpy(), expected)
 
 
 def test_replica_group_without_tokens_sends_finite_numbers():
