@@ -167,10 +167,19 @@ class Agent:
     def messages_of(self, version: int) -> tuple[Record, list[bytes]] | None:
         """Return (record of the commit that made a version, messages of the contributions that the commit merged).
 
-        The messages are in the order in which all ranks sum them. The result is None if this rank does not know the
-        commit yet, or has not fetched all messages of the commit.
+        The messages are in the order in which all ranks sum them. The result is None if the commit is not made yet, or
+        this rank has not fetched all messages of the commit. Call this only after the first state has arrived.
+
+        Raises:
+            OutError: the other groups do not keep these messages any more.
         """
-        commit = None if self.state is None else self.state["commits"].get(str(version))
+        assert self.state is not None
+        commit, newest = self.state["commits"].get(str(version)), self.state["version"]
+        if commit is None and version <= newest:
+            raise OutError(
+                f"this group has version {version - 1}, and the run has version {newest}: other groups do not keep the "
+                f"messages of version {version} any more; start this group's job again"
+            )
         if commit is None or any(entry["cid"] not in self._messages for entry in commit["set"]):
             return None
         return commit, [self._messages[entry["cid"]] for entry in commit["set"]]

@@ -416,23 +416,10 @@ class ElasticLoop:
                 self._trainer.validate(at)
 
     def _fetched(self) -> tuple[Record, list[bytes]]:
-        """Wait until all ranks of the group have fetched the messages of the next version; see `Agent.messages_of`.
-
-        Raises:
-            OutError: the other groups do not keep these messages any more.
-        """
-
-        def ready(state: Record) -> tuple[Record, list[bytes]] | None:
-            if state["version"] > self.version and str(self.version + 1) not in state["commits"]:
-                raise OutError(
-                    f"this group has version {self.version}, and the run has version {state['version']}: other groups "
-                    f"do not keep the messages of version {self.version + 1} any more; start this group's job again"
-                )
-            return self._agent.messages_of(self.version + 1)
-
+        """Wait until all ranks of the group have fetched the messages of the next version; see `Agent.messages_of`."""
         while True:
             with self._axis.timeline.span(WAIT, "messages of other groups"):
-                found = self._agent.wait(ready, POLL_SECONDS)
+                found = self._agent.wait(lambda state: self._agent.messages_of(self.version + 1), POLL_SECONDS)
             if self._axis.share_object(all(self._axis.gather_objects(found is not None))):
                 assert found is not None
                 return found
