@@ -121,7 +121,8 @@ def zeropp(
     # ---- plan the layout of ranks, the sharding units and the formats of messages
     layout = _plan_layout(cluster, mesh, expert_mesh)
     units = find_program_units(model)
-    _check_units(units)
+    for unit in units:
+        unit.check_fsdp2()
     # The plan needs one compute dtype: that of the first floating-point weights. Units with other dtypes still work,
     # because each all-gather reads the dtypes of its own unit.
     dtypes = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
@@ -445,17 +446,3 @@ def _in_forward(model: nn.Module) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _check_units(units: Sequence[ProgramUnit]) -> None:
-    """Raise ValueError if ZeRO++ does not support a unit's FSDP2 options, or if two units share a parameter."""
-    for unit in units:
-        unit.check_fsdp2()
-    first: dict[object, str] = {}
-    for unit in units:
-        for name, uid in unit.origins():
-            if first.setdefault(uid, name) != name:
-                raise ValueError(
-                    f"{name} and {first[uid]} are one shared parameter, but belong to two FSDP2 units: wrap their "
-                    "modules together with fully_shard([a, b])"
-                )

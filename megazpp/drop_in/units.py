@@ -186,15 +186,6 @@ class ProgramUnit(Unit):
         """True if `megazpp.zeropp` has installed its collectives in the unit."""
         return type(self._group._all_gather_comm).__module__.startswith("megazpp.")
 
-    def origins(self) -> list[tuple[str, object]]:
-        """Return (name, identity) of each parameter of the unit, to detect a parameter that two units share.
-
-        FSDP2 records the identity of a parameter before it replaces the parameter. Equal identities in two units mean
-        that the units share a parameter. torch 2.11 records none, so with torch 2.11 all returned identities differ.
-        """
-        found = zip(self.parameters, self._group.fsdp_params, strict=True)
-        return [(parameter.name, getattr(p, "_orig_param_uid", id(p))) for parameter, p in found]
-
     @property
     def _comms(self) -> tuple[tuple[object, str], tuple[object, str]]:
         """The unit's all-gather and reduce-scatter, each as a pair of the object and its name for messages."""

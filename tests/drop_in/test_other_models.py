@@ -216,13 +216,6 @@ def on_a_mesh_by_parameter(model: nn.Module) -> None:
     fully_shard(model, shard_placement_fn=place)
 
 
-def shared_by_two_blocks(model: nn.Module) -> None:
-    model.blocks[1].up.weight = model.blocks[0].up.weight
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-
-
 class Gathered(TwoTensor):
     """A tensor subclass that defines its own all-gather for FSDP2, like float8 weights."""
 
@@ -278,7 +271,6 @@ def refuse_all() -> None:
         "the outermost module": lambda model: megazpp.zeropp(first_block_of(model), ranks_per_node=2) and None,
     }
     if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # only torch 2.13 and newer have this method
-        refused["belong to two FSDP2 units: wrap their modules together"] = shared_by_two_blocks
         refused["words.weight is sharded over ranks [0, 1, 2, 3], blocks.0.norm.weight over ["] = on_a_mesh_by_parameter
     said = {}
     for kind, wrap in refused.items():
