@@ -138,7 +138,8 @@ def zeropp(
     # ---- install the collectives
     handle = _install_comms(model, units, GuestDims(layout, mesh, expert_mesh), wire, config, precision, replaced)
     _refuse_later_comms(units)
-    setattr(model, HANDLE, _Installed(handle, layout.cluster.ranks_per_node, asked))
+    # `setattr` on torch.compile's wrapper would set the attribute of the module inside of the wrapper
+    model.__dict__[HANDLE] = _Installed(handle, layout.cluster.ranks_per_node, asked)
     if dist.get_rank() == 0:
         anew = "error feedback and lossless deltas begin anew, unless Handle.load loads what Handle.save has saved"
         for line in (layout.describe(), wire.describe(), *wire.notices, *([anew] if handle.keeps_state else ())):
@@ -411,7 +412,7 @@ def _check_model(model: nn.Module) -> None:
                 f"megazpp.zeropp was already called for another module that holds the parameter {unit.key}: call it "
                 "once, for the outermost module"
             )
-    # ---- raise an error for FSDP1, DDP and torch.compile, and if only submodules are wrapped with FSDP2
+    # ---- raise an error for FSDP1 and DDP, and if only submodules are wrapped with FSDP2
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
             raise TypeError(
@@ -426,8 +427,6 @@ def _check_model(model: nn.Module) -> None:
             f"the submodule {inner[0]} is wrapped by fully_shard, but the model is not: call fully_shard(model) after "
             "wrapping its blocks, or pass the FSDP2 root module to megazpp.zeropp"
         )
-    if isinstance(getattr(model, "_orig_mod", None), nn.Module):
-        raise ValueError("the model is compiled: call megazpp.zeropp(model) first, then torch.compile(model)")
     running = "backward" if in_backward() else "forward" if _in_forward(model) else None
     if running is not None:
         raise ValueError(f"megazpp.zeropp was called inside a {running}: call it between steps")

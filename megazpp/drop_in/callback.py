@@ -48,9 +48,6 @@ def _make_callback(arguments: Mapping[str, Any]) -> Any:
                     f"the Trainer trains a {type(model).__name__}, but ZeRO++ requires FSDP2: pass TrainingArguments "
                     'fsdp=True and fsdp_config={"version": 2}. On CPUs, accelerate uses DDP and ignores these arguments'
                 )
-            compiled = getattr(model, "_orig_mod", None)
-            if compiled is not None and not isinstance(compiled, FSDPModule):
-                raise ValueError("torch_compile=True of TrainingArguments is not supported with ZeRO++: remove it")
             self.sharding = zeropp(model, **arguments)
             if state.global_step > 0:
                 self.sharding.load(self._folder(args, state))

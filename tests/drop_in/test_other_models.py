@@ -11,7 +11,7 @@ from helpers.ranks import ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -258,7 +258,6 @@ def refuse_all() -> None:
             fully_shard(model.double()) and None
         ),
         "in torch.complex64": lambda model: fully_shard(model.to(torch.complex64)) and None,
-        "the model is compiled: call megazpp.zeropp(model) first": lambda model: torch.compile(model, backend="eager"),
         "blocks.0 is wrapped by fully_shard, but the model is not": lambda model: fully_shard(model.blocks[0]) and None,
         "output.weight has a post-accumulate-grad hook": with_hook,
         "has an all-reduce hook": with_all_reduce_hook,
@@ -288,15 +287,23 @@ def test_unsupported_models_are_rejected_on_every_rank():
     ranks(RANKS).run(refuse_all)
 
 
-def compiled_after_fully_shard() -> None:
-    """Call `zeropp` with a model that was compiled after `fully_shard`, so that the inner module has FSDP2's hooks."""
-    model = Words()
-    fully_shard(model)
-    compiled = torch.compile(model, backend="eager")
-    sharding = megazpp.zeropp(compiled, ranks_per_node=2, config=megazpp.ZeroConfig(zeropp=True, **EXACT))
-    loss_of(model, dist.get_rank()).backward()
-    assert sharding.counter.sent_bytes("cross") > 0
+def call_with_compiled_models() -> None:
+    """Call `zeropp` with models that are wrapped before torch.compile, after it as in accelerate, or by `zeropp`."""
+    for wrapped in ("before", "after", "by zeropp"):
+        model = Words()
+        if wrapped == "before":
+            fully_shard(model)
+        compiled = torch.compile(model, backend="eager")
+        if wrapped == "after":
+            fully_shard(compiled)
+        config = megazpp.ZeroConfig(zeropp=True, **EXACT)
+        sharding = megazpp.zeropp(compiled, ranks_per_node=2, config=config)
+        assert megazpp.zeropp(compiled, ranks_per_node=2, config=config) is sharding
+        with torch.compiler.set_stance("force_eager"):  # compiling takes seconds
+            loss_of(compiled, dist.get_rank()).backward()
+        assert sharding.counter.sent_bytes("cross") > 0
+        assert all(isinstance(parameter.grad, DTensor) for parameter in compiled.parameters())
 
 
-def test_wrapped_model_may_be_compiled():
-    ranks(RANKS).run(compiled_after_fully_shard)
+def test_compiled_models_are_accepted():
+    ranks(RANKS).run(call_with_compiled_models)
