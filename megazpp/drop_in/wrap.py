@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,7 +120,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     `zeropp` makes each block a sharding unit. Blocks are the modules whose classes Hugging Face's `_no_split_modules`
     names, without the model itself. If a model has no such modules, they are the items of a ModuleList or Sequential in
-    which all modules have the same type. Of several such lists, the list with the most parameters counts.
+    which all modules have the same type. Of several such lists, the list with the most parameters counts. A block that
+    shares a parameter with a module outside of it is left out, because a parameter can belong to only one unit.
 
     Raises:
         ValueError: the model has no repeated blocks.
@@ -132,9 +134,16 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         largest = max(alike, key=lambda items: sum(p.numel() for p in items.parameters()), default=())
         # A list may contain one block several times, if the model uses the block several times.
         blocks = [block for block in dict.fromkeys(largest) if next(block.parameters(), None) is not None]
+    in_model = _registrations(model)
+    blocks = [block for block in blocks if _registrations(block).items() <= in_model.items()]
     if not blocks:
         raise ValueError(
             f"{type(model).__name__} has no list of blocks of one type, so megazpp.zeropp cannot choose what to wrap: "
             "wrap submodules and then the model with fully_shard, and call megazpp.zeropp after that"
         )
     return blocks
+
+
+def _registrations(module: nn.Module) -> Counter[int]:
+    """Return how many modules inside of `module` register each parameter, by the parameter's `id`."""
+    return Counter(id(parameter) for each in module.modules() for parameter in each.parameters(recurse=False))

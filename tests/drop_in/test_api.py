@@ -422,14 +422,17 @@ class Lists(nn.Module):
 class Nested(nn.Module):
     """A model whose `_no_split_modules` names the model itself, its layers, and modules inside of the layers.
 
-    Hugging Face's libraries read the classes to wrap from this attribute.
+    Hugging Face's libraries read the classes to wrap from this attribute. The head shares its weight with the last
+    layer, so neither of them can be a unit.
     """
 
     _no_split_modules = ("Nested", "Sequential", "Linear")
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(16, 16)
+        self.head.weight = self.layers[2][0].weight
 
 
 def wrap_blocks() -> None:
