@@ -304,11 +304,13 @@ class Rounds:
         own = group if group is not None and group.incarnation == hello["incarnation"] else None
         if own is not None and own.status == "out":
             raise RefusedError(f"the coordinator has declared group {name} out: {own.why}; start its job again")
-        if hello["joined"] and not known:
+        # A group that takes part has leases, which only the journal with its start lists
+        if hello["joined"] and (own is None or not known):
             raise RefusedError(
                 f"group {name} has outer weights of version {version} that are not of this run: the coordinator was "
-                "started with another --folder than before, or the run has gone back to an earlier version; correct "
-                "--folder of tools/coordinate.py, and start the group's job again"
+                "started with another --folder or journal than before, or the run has gone back to an earlier version, "
+                "or the group was started again meanwhile; correct --folder of tools/coordinate.py, and start the "
+                "group's job again"
             )
         if own is None:
             if group is not None and group.status != "out":

@@ -583,9 +583,12 @@ def test_groups_with_checkpoints_of_another_run_are_out():
     )
 
 
-@pytest.mark.parametrize("other_version", [0, 2])
-def test_group_of_another_run_is_refused_when_it_reconnects_to_a_coordinator_with_another_folder(other_version):
-    stray = Group("g7", "i7", 1, "of another run", RULES)
+@pytest.mark.parametrize(
+    ("other_version", "version_id"),
+    [(0, "of another run"), (2, "of another run"), (1, "0")],  # the last journal is older than the group's leases
+)
+def test_group_is_refused_when_it_reconnects_to_a_coordinator_with_another_folder(other_version, version_id):
+    stray = Group("g7", "i7", 1, version_id, RULES)
     stray.joined = True
     rounds = Rounds([{"run": FACTS, "rules": list(RULES)}])
     rounds.commits = [{"id": str(version), "set": [], "merged": 0} for version in range(other_version)]
