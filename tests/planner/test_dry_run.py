@@ -123,13 +123,12 @@ def lasting(step: TrainStep, outer: list[OuterUnit]) -> dict[Memory, list[torch.
 
 QUICK = ("--bf16 --zeropp", "HUGE")
 SLOW = (
-    *("--zero-stage 0 K4", "--fp16 --zero-stage 1 TP", "--bf16 --zero-stage 2 LLAMA", "--bf16 LLAMA SELECTIVE"),
-    *("--bf16 --hsdp --grad-reduce-in-bf16 TP LLAMA FULL", "--bf16 --zero-hpz-partition-size auto"),
+    *("--zero-stage 0 K4", "--bf16 --hsdp --grad-reduce-in-bf16 TP LLAMA FULL"),
     *("--bf16 INT8 CP K4", "--zeropp LLAMA SP SELECTIVE K4", "--fp16 INT8 LLAMA FULL --no-overlap-grad-reduce"),
     "--bf16 INT8 --zero-accumulate-in-bf16 --optimizer sgd K4",
     "--bf16 INT8 --no-zero-error-feedback --zero-cross-every-microbatch",
     *("--fp16 --zeropp DROPOUT", "--bf16 MASK CP LLAMA SELECTIVE", "--bf16 MUON INT8 TP", "FLOAT8 INT8 SP"),
-    *("LOCAL MOMENTUM --no-zero-error-feedback K4", "LOCAL SHORT EXACT", "--bf16 K4", "--zeropp"),
+    *("LOCAL MOMENTUM --no-zero-error-feedback K4", "--zeropp"),
     "--bf16 INT8 LOCAL MOMENTUM GROUPS --diloco-fragments 2 --diloco-fragment-sync-delay 3",
 )
 
@@ -170,7 +169,7 @@ def test_dry_run_sends_planned_bytes_and_needs_planned_memory(case, monkeypatch)
 
 @pytest.mark.slow
 def test_three_micro_batches_extrapolate_to_many(monkeypatch):
-    run = run_config("INT8 --bf16 K4", SQUARE)
+    run = run_config("INT8 --bf16 --num-layers 1 K4", SQUARE)
     few = dry_run(run, SQUARE, rank=1)
     monkeypatch.setattr(module, "SIMULATED_MICRO_BATCHES", 4)
     assert few == dry_run(run, SQUARE, rank=1)
