@@ -218,7 +218,10 @@ def check_same_model(saved: Mapping[str, Any], model: GPTConfig, where: Path) ->
         # program derives them from these flags.
         given = [name for name in names if own[name] != saved.get(name)]
         changes = ", ".join(_changes(given or names, own, saved))
-        raise ValueError(f"{changes} in {where}; --use-checkpoint-args takes the model's shape from the checkpoint")
+        raise ValueError(
+            f"{changes} in {where}; correct the flags, or leave them out to use the checkpoint's values (pretraining "
+            "needs --use-checkpoint-args for that)"
+        )
 
 
 def check_same_vocabulary(record: CheckpointMetadata, vocab_size: int, where: Path) -> None:

@@ -19,6 +19,7 @@ from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where
 from megazpp.convert.native import open_tokenizer
 from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
+from megazpp.data.documents import missing_file
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
 from megazpp.inference.config import SampleConfig
 from megazpp.lora.checks import check_adapters, with_adapters
@@ -228,17 +229,24 @@ def _check_data(config: RunConfig, post: PostTrainingConfig, form: DataFormatCon
         form: flags of the data format.
         tokenizer: tokenizer of the policy.
     """
-    template = load_chat_template(form, tokenizer)
+    problems = Problems()
+    with problems:
+        template = load_chat_template(form, tokenizer)
     uses = [paths for paths in (train_paths(config), config.data.valid_data_path, config.data.test_data_path) if paths]
     for paths in uses:
         files, seconds = [Path(path).expanduser() for path in paths], CHECK_SECONDS / len(uses)
-        with contextlib.suppress(TimeoutError):
+        with problems, contextlib.suppress(TimeoutError):
+            if missing := [missing_file(file) for file in files if not file.exists()]:
+                raise ValueError("\n".join(missing))
+            if problems:  # without a template, or after the errors of other data, only missing files are of interest
+                continue
             if post.draws:
                 longest = form.max_length - post.max_completion_length
                 read_prompts(files, tokenizer, template, max_prompt_length=longest, seconds=seconds)
             else:
                 kinds: dict[str, Any] = {"pairs": post.objective != "sft", "margins": post.objective == "reward"}
                 read_examples(files, tokenizer, template, form, **kinds, cache_dir=None, seconds=seconds)
+    problems.raise_all()
 
 
 def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> None:

@@ -529,7 +529,7 @@ REFUSED = """
     --objective grpo --reward-funcs a:b --max-completion-length 8 --num-generations 3 | divisible
     --objective grpo --reward-funcs rewards.py:vowels --max-length 8 | leaves no room for a prompt
     --objective sft --text-path chats.jsonl | --text-path and --mock-data are for pretraining
-    --objective sft --hidden-size 64 | --hidden-size is 64, was 32
+    --objective sft --hidden-size 64 | --hidden-size is 64, was 32 in base; correct the flags, or leave them out
     --objective ppo --reward-funcs a:b --temperature 0 | --sample-temperature 0.0
     --objective sft --weights-device disk | --weights-device disk is for the weights of a reference or
     --objective grpo --reward-funcs a:b --weight-bits 8 | --weight-bits 8 is for the weights of a
@@ -563,6 +563,8 @@ def test_invalid_flags_are_rejected_before_workers_start(home):
         return asked(home, f"--micro-batch-size 8 --train-iters 1 --nproc 1 --run-dir never {load} {data} {flags}")
 
     assert not_refused(table(REFUSED), ask) == []
+    with pytest.raises(ValueError, match=r"none.jinja cannot.*\na does not exist\nb does not exist$"):
+        ask("--objective sft --train-data-path a --valid-data-path b --chat-template none.jinja")
     assert not (home / "never").exists()
     for flags, missing in (("--load base", "--objective is missing"), ("--objective sft", "--load is missing")):
         refusal = tool(home, "post_train", flags, status=2)
