@@ -19,7 +19,7 @@ begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also durin
 import numpy as np
 
 from megazpp.base.flags import Config, flag
-from megazpp.base.program import program_of
+from megazpp.base.program import errors_as, program_of
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
@@ -47,7 +47,8 @@ class InspectConfig(Config):
 @program_of(InspectConfig, TokenizerConfig)
 def main(config: InspectConfig, tokenizer_config: TokenizerConfig) -> None:
     """Print the statistics of the dataset and the beginning of a document."""
-    dataset = IndexedDataset(Path(config.input).expanduser())
+    with errors_as(f"--input {config.input}"):
+        dataset = IndexedDataset(Path(config.input).expanduser())
     lengths = dataset.document_lengths
     if not 0 <= config.document < len(lengths):
         raise ValueError(f"--document {config.document} does not exist; the documents are 0 to {len(lengths) - 1}")

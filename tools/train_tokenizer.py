@@ -24,7 +24,7 @@ begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also durin
 from megazpp.base.files import check_prefix, check_writable, write_whole
 from megazpp.base.flags import Config, flag
 from megazpp.base.program import program_of, say
-from megazpp.data.documents import check_readable, read_texts, stop_or_skip
+from megazpp.data.documents import read_texts, readable_inputs, stop_or_skip
 from megazpp.data.text import MAX_CHARACTERS, first_characters, train_sentencepiece
 from megazpp.data.tokenizer_folder import MOST_TOKENS
 
@@ -79,9 +79,7 @@ def main(config: TrainTokenizerConfig) -> None:
     check_prefix(config.output_prefix, "--output-prefix")
     output = Path(config.output_prefix + ".model").expanduser()
     check_writable(output, "--output-prefix", overwrite=config.overwrite)
-    paths = [Path(value).expanduser() for value in config.input]
-    for path in paths:
-        check_readable(path, (config.json_key,))
+    paths = readable_inputs(config.input, (config.json_key,))
     started = time.monotonic()
     model = train_sentencepiece(
         _texts(paths, config),

@@ -23,7 +23,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, TypeVar, cast
 
-from megazpp.base.program import errors_as, in_words
+from megazpp.base.program import Problems, errors_as, in_words
 from megazpp.data.tokenizer_folder import import_package
 
 T = TypeVar("T")
@@ -98,6 +98,21 @@ def kind_of(path: Path) -> Kind:
         return known
     with open(path, "rb") as file, decompressed(path, file) as plain:
         return "json lines" if _read_head(plain).removeprefix(_BOM).lstrip().startswith(b"{") else "text"
+
+
+def readable_inputs(values: Sequence[str], keys: Sequence[str]) -> list[Path]:
+    """Return the paths of the files of --input, or raise a ValueError with a line for each file that is unsuitable.
+
+    Args:
+        values: values of --input; `~` is expanded.
+        keys: columns that the files must have; see `check_readable`.
+    """
+    paths, problems = [Path(value).expanduser() for value in values], Problems()
+    for path in paths:
+        with problems, errors_as("--input"):
+            check_readable(path, keys)
+    problems.raise_all()
+    return paths
 
 
 def check_readable(path: Path, keys: Sequence[str]) -> None:

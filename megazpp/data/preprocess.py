@@ -31,7 +31,7 @@ import numpy as np
 from megazpp.base.files import check_prefix
 from megazpp.base.flags import MOST_PROCESSES, Config, flag
 from megazpp.base.program import end_with
-from megazpp.data.documents import BadLine, Block, check_readable, parse_block, read_blocks, stop_or_skip
+from megazpp.data.documents import BadLine, Block, parse_block, read_blocks, readable_inputs, stop_or_skip
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, check_output, optimal_dtype
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, document_end, load_tokenizer, special_tokens_note
 
@@ -238,10 +238,7 @@ def _check(config: PreprocessConfig, tokenizer: Tokenizer | None) -> tuple[list[
     prefixes = [Path(f"{config.output_prefix}_{key}_document").expanduser() for key in config.json_keys]
     for prefix in prefixes:
         check_output(prefix, overwrite=config.overwrite)
-    inputs = [Path(value).expanduser() for value in config.input]
-    for path in inputs:
-        check_readable(path, config.json_keys)
-    return inputs, prefixes
+    return readable_inputs(config.input, config.json_keys), prefixes
 
 
 def _encode_in_worker(block: Block, config: TokenizerConfig, **how: Any) -> Encoded:

@@ -22,6 +22,7 @@ from megazpp.data.documents import (
     read_blocks,
     read_records,
     read_texts,
+    readable_inputs,
     stop_or_skip,
 )
 
@@ -54,6 +55,14 @@ CONTAINERS = {
     "a.jsonl.gz": gzip.compress(JSON_LINES[:HALF]) + gzip.compress(JSON_LINES[HALF:]),
     "a.jsonl.zst": zstd.compress(JSON_LINES[:HALF]) + zstd.compress(JSON_LINES[HALF:]),
 }
+
+
+def test_error_about_inputs_lists_each_unsuitable_file(tmp_path):
+    (tmp_path / "good.txt").write_text("a text")
+    names = [str(tmp_path / name) for name in ("none.txt", "good.txt", "none.jsonl")]
+    with pytest.raises(ValueError, match=r"--input: .*none.txt does not exist\n--input: .*none.jsonl does not exist$"):
+        readable_inputs(names, ["text"])
+    assert readable_inputs(names[1:2], ["text"]) == [Path(names[1])]
 
 
 def test_json_lines_are_read_from_any_container(tmp_path):

@@ -18,7 +18,7 @@ DEFAULTS = {
 }
 REFUSED = """
 inspect_dataset --tokens 1 | --input is missing
-inspect_dataset --input nothing | nothing.idx does not exist
+inspect_dataset --input nothing | --input nothing: nothing.idx does not exist
 inspect_dataset --input . | . is a folder: give the path of a .bin/.idx pair without .bin
 inspect_dataset --input junk | not a Megatron index
 inspect_dataset --input a --document 4 | --document 4 does not exist; the documents are 0 to 1
@@ -33,7 +33,7 @@ merge_datasets --input half --output-prefix x | half/x.idx does not exist
 merge_datasets --input modes --output-prefix x | multimodal
 merge_datasets --input a --output-prefix a --overwrite | a is one of the inputs
 merge_datasets --input a --output-prefix wide | wide.bin exists
-preprocess_data --input none.jsonl | none.jsonl does not exist
+preprocess_data --input none.jsonl | --input: none.jsonl does not exist
 preprocess_data --input junk.jsonl | junk.jsonl, line 1: not UTF-8
 preprocess_data --input empty.jsonl | has no text in the field text
 preprocess_data --input a.jsonl --tokenizer-type SentencePieceTokenizer --tokenizer-model y | y does not exist
