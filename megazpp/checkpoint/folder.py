@@ -35,7 +35,6 @@ from megazpp.base.files import (
     LOCK_SECONDS,
     DamagedError,
     cause,
-    first_free,
     lock_for_this_job,
     read_small_file,
     remove,
@@ -51,7 +50,7 @@ from megazpp.data.tokenizer_folder import find_tokenizer
 TRACKER, RECORD = "latest_checkpointed_iteration.txt", "run.json"
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _TOKENIZER = re.compile("tokenizer-[0-9a-f]{16}")
-_ASIDE = re.compile(rf"{_COMPLETE.pattern}\.replaced-\d+")
+_ASIDE = re.compile(rf"{_COMPLETE.pattern}\.replaced-(\d+)")
 _PARTIAL = re.compile(rf"({_ASIDE.pattern}|{_COMPLETE.pattern}|{_TOKENIZER.pattern})\.partial")
 
 
@@ -273,15 +272,20 @@ class CheckpointFolder:
     def keep_only(self, kept: Iterable[int]) -> None:
         """Delete the complete checkpoints of all iterations that are not in `kept`.
 
-        A checkpoint of an abandoned branch is deleted if `kept` has an iteration after its own. Each checkpoint is
-        renamed to its partial name first, so that a crash cannot leave an incomplete checkpoint under a complete name.
-        If a user has moved a checkpoint to another disk and left a link here, only the link is deleted.
+        A checkpoint of an abandoned branch is deleted if `kept` has an iteration after its own, or if a branch that was
+        abandoned later has a checkpoint of the same iteration. Each checkpoint is renamed to its partial name first, so
+        that a crash cannot leave an incomplete checkpoint under a complete name. If a user has moved a checkpoint to
+        another disk and left a link here, only the link is deleted.
         """
-        kept = set(kept)
+        kept, aside = set(kept), dict[int, dict[int, Path]]()
+        for entry in self.path.iterdir():
+            if match := _ASIDE.fullmatch(entry.name):
+                aside.setdefault(int(match[1]), {})[int(match[2])] = entry
         passed = [
-            entry
-            for entry in self.path.iterdir()
-            if (match := _ASIDE.fullmatch(entry.name)) and int(match[1]) < max(kept)
+            path
+            for iteration, branches in aside.items()
+            for number, path in branches.items()
+            if iteration < max(kept) or number < max(branches)
         ]
         for path in [*map(self.of, set(self.iterations()) - kept), *passed]:
             partial = path.with_name(f"{path.name}.partial")
@@ -294,9 +298,11 @@ class CheckpointFolder:
 def _set_aside(folder: Path) -> Path:
     """Rename a folder NAME, so that a new one can have its name, and return the new path.
 
-    The new name is the first free one of NAME.replaced-1, NAME.replaced-2, and so on.
+    The new name is NAME.replaced-1 or, if such folders exist, the one after the highest number.
     """
-    return folder.rename(first_free(lambda number: folder.with_name(f"{folder.name}.replaced-{number}")))
+    pattern = rf"{re.escape(folder.name)}\.replaced-(\d+)"
+    taken = [int(match[1]) for path in folder.parent.iterdir() if (match := re.fullmatch(pattern, path.name))]
+    return folder.rename(folder.with_name(f"{folder.name}.replaced-{1 + max(taken, default=0)}"))
 
 
 def iteration_of(checkpoint: Path) -> int | None:

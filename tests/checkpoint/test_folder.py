@@ -97,6 +97,16 @@ def test_checkpoints_that_were_set_aside_are_deleted_when_the_run_has_passed_the
     assert found[1:] == [["iter_0000030", "iter_0000030.replaced-1"], ["iter_0000040"]]
 
 
+def test_going_back_many_times_keeps_one_abandoned_checkpoint_per_iteration(folder):
+    for number in range(4):
+        for iteration in (10, 20):
+            save(folder, iteration, f"branch {number} {iteration}")
+            folder.keep_only([10, iteration])
+        folder.track(10)
+    (aside,) = folder.path.glob("iter_0000020.replaced-*")
+    assert (aside / "file").read_text() == "branch 2 20"
+
+
 class Killed(BaseException):
     """The exception by which a test ends a save like `kill -9`: no handler catches it, so nothing is cleaned up."""
 
