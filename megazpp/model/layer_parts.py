@@ -261,6 +261,7 @@ class MLP(nn.Module):
 
         hidden, inner, std = config.hidden, inner or config.ffn_size, config.init_method_std
         split = settings.linear | {"bias": config.linear_bias}
+        self.gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = gated
         self.gate = ColumnParallelLinear(hidden, inner, std=std, **split) if config.swiglu else None
         self.fc1 = ColumnParallelLinear(hidden, inner, std=std, **split)
         self.fc2 = RowParallelLinear(inner, hidden, std=output_std, **split)
@@ -280,10 +281,15 @@ class MLP(nn.Module):
         silu(gate) * up, with `gate` shaped like `up`.
         """
         if gate is not None:
-            return F.silu(gate) * up
+            return self.gated(gate, up)
         if self.squared_relu:
             return F.relu(up).square()
         return F.gelu(up, approximate=self.gelu_approximation)
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, the hidden layer of a gated MLP."""
+    return F.silu(gate) * up
 
 
 class SharedGenerator:

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megazpp.kernels import expert_rows
 from megazpp.kernels.expert_rows import Sorted, sort_rows
 from megazpp.model.config import GPTConfig
-from megazpp.model.layer_parts import MLP, LayerSettings, compile_layer, mark_varying
+from megazpp.model.layer_parts import MLP, LayerSettings, compile_layer, gated, mark_varying
 from megazpp.model.router import Kept, Router, Sizes
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import HostCopy
@@ -405,18 +405,13 @@ class Gating:
     """
 
     def __init__(self, *, compiled: bool) -> None:
-        self._run, self._compiled = compile_layer(_gated) if compiled else _gated, compiled
+        self._run, self._compiled = compile_layer(gated) if compiled else gated, compiled
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up, elementwise; the result has the shape of `gate` and `up`."""
         for tensor in (gate, up) if self._compiled else ():
             mark_varying(tensor, 0)
         return self._run(gate, up)
-
-
-def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, the hidden layer of a gated MLP."""
-    return F.silu(gate) * up
 
 
 class _WeightedSum(torch.autograd.Function):

@@ -377,9 +377,9 @@ def build_step_simulator(
         "seq_length": config.data.seq_length,
         "micro_batch_size": plan.batches.micro_batch_size,
         "documents": _documents(config, device, is_cpu=is_cpu),
-        # By default a GPU compiles the loss. The compilers are assumed to be installed, because the planned machine may
-        # be another one than this.
-        "compiled_loss": not is_cpu if config.model.compile is None else config.model.compile,
+        # By default a GPU compiles layers and loss. The compilers are assumed to be installed, because the planned
+        # machine may be another one than this.
+        "compiled": not is_cpu if config.model.compile is None else config.model.compile,
         "moments": 1 if config.optimizer.optimizer == "sgd" else 2,
         "muon": config.optimizer if config.optimizer.optimizer == "muon" else None,
         "diloco": plan.of(DilocoPlan),

@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_leaves
 from megazpp.model.attention import repeated, varlen_groups
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel, MixtureLayer
-from megazpp.model.layer_parts import LayerSettings
+from megazpp.model.layer_parts import MLP, LayerSettings
+from megazpp.model.moe import Experts
 from megazpp.optim.muon_plan import LayerMatrix, layer_matrices
 from megazpp.parallel.axis import TrafficCounter
 from megazpp.planner.cost import Operation
@@ -122,7 +123,8 @@ class TraceInputs(NamedTuple):
         documents: method that keeps attention inside documents, which are assumed to be as long as a sample; None for
             attention over whole samples.
         with_entropy: True to compute the entropy of the predictions as well.
-        compiled_loss: True if torch.compile fuses the elementwise work on the logits, as it does on CUDA by default.
+        compiled: True if torch.compile fuses the elementwise work on the logits, and in gated MLPs, as it does on CUDA
+            by default.
         prepare: function that changes the model before it runs, for example freezes parameters. A model without trained
             parameters has no backward.
         expert_load: tokens of each expert of this rank, relative to the mean over all experts. The load matters only
@@ -139,7 +141,7 @@ class TraceInputs(NamedTuple):
     sequence_parallel: bool = False
     documents: Documents | None = None
     with_entropy: bool = False
-    compiled_loss: bool = False
+    compiled: bool = False
     prepare: Callable[[GPTModel], None] | None = None
     expert_load: float = 1.0
 
@@ -265,7 +267,7 @@ def record_segments(
         sequence_parallel=inputs.sequence_parallel,
         document_kernel=attention.inside_documents if documents == "kernel" else None,
         product=SIMULATED_FLOAT8 if shape.fp8_format else None,
-        fuse_loss=recorder.fused if inputs.compiled_loss else None,
+        fuse_loss=recorder.fused if inputs.compiled else None,
     )
     with torch.device("meta"):
         model = GPTModel(shape, settings, vocab_size=inputs.vocab_size)
@@ -274,6 +276,10 @@ def record_segments(
         for layer in model.layers:
             if isinstance(layer, MixtureLayer):
                 layer.mlp.planned_load = inputs.expert_load
+        for module in model.modules():
+            if inputs.compiled and isinstance(module, MLP | Experts):
+                # a compiled layer computes silu(gate) again in backward, so it does not keep silu(gate)
+                module.gated = recorder.fused(module.gated)
         model.to(inputs.dtype)
         starts = torch.empty(size + 1, dtype=torch.int32) if documents else None
         tokens = torch.empty(size, inputs.seq_length, dtype=torch.int64)
