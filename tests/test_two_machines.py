@@ -169,7 +169,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", chosen({name: name for name in MISTAKES}, slow=("another version",)))
+@pytest.mark.parametrize("mistake", chosen({name: name for name in MISTAKES}, slow=("another value",)))
 def test_mistake_on_the_second_machine_is_printed_on_both(machines, tmp_path, mistake):
     flags, message = MISTAKES[mistake]
     if mistake == "another version":

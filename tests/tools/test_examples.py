@@ -4,14 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.fork_python import MODULES, forked_python
+from helpers.fork_python import forked_python
 from helpers.program import ROOT, run_program
 from helpers.tiers import chosen
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
-# The examples that the slow tier runs. The nightly tier runs all examples, because tests/drop_in already has the
-# training loops of the others, and mixtures of experts.
-DISTINCT = ("own_loop", "trainer")
+# The slow tier runs this example. The nightly tier runs the others, because tests/drop_in already has their training
+# loops, and mixtures of experts.
+DISTINCT = ("own_loop",)
 NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_llama": "torchtitan"}
 
 
@@ -21,8 +21,7 @@ def losses(mode: str, path: str, folder: Path) -> list[float]:
     Return its printed losses, sorted, because ranks print in any order.
     """
     runner = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python")
-    # four ranks of three runs need the slow imports of transformers' Trainer
-    python = str(forked_python(*MODULES, "transformers.trainer"))
+    python = str(forked_python())
     command = (python, str(ROOT / "tests/helpers/on_cpu.py"), mode, path)
     code, output = run_program(*runner, *command, folder=folder, python=python)
     assert code == 0, output
