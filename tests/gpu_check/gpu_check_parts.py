@@ -73,6 +73,7 @@ TEXT += "--no-compile --emulate-nodes 2"  # compiling the layers on four ranks w
 # the flag sends int8 weights; without it, weights would cross nodes as lossless deltas
 INT8 = "--zeropp --zero-weight-delta none"
 OVERLAP_OFF = f"{INT8} --no-overlap-param-gather --no-overlap-grad-reduce"
+ON_HOST = f"{INT8} --optimizer-cpu-offload --zero-offload-partial-sums --disturbed"
 MORE_WAYS = (
     "--zeropp --zero-weight-delta lossless --disturbed",
     f"{INT8} --tensor-model-parallel-size 2 --sequence-parallel",
@@ -383,26 +384,29 @@ def streams(check: Check) -> None:
     """Train with several sharding configurations on four ranks of one GPU.
 
     Steps with overlap, random delays and NaN-filled freed memory on the communication streams must be bit-identical to
-    undisturbed steps without overlap. Among runs with the same optimizer, each loss must be close to that of ZeRO-3.
+    undisturbed steps without overlap. So must steps with training states in host memory be. Among runs with the same
+    optimizer, each loss must be close to that of ZeRO-3.
     """
     splits = SPLITS[: 2 + check.long]
     for index, split in enumerate(splits):
         more = MORE_WAYS[: check.size(len(MORE_WAYS) if check.long else 1, 1)] if not split else ()
         # the losses of the other configurations are compared with ZeRO-3
         compared = ["--zero-stage 3"] if check.long or not split else []
-        ways = [*compared, OVERLAP_OFF, f"{INT8} --disturbed", *more]
-        ways = [" ".join(filter(None, (way, split, "--num-layers 4"))) for way in ways]
+        # the steps of these configurations must be bit-identical
+        identical = [OVERLAP_OFF, f"{INT8} --disturbed", *([ON_HOST] if check.long and not split else [])]
+        ways = [" ".join(filter(None, (way, split, "--num-layers 4"))) for way in (*compared, *identical, *more)]
         later = (2 + check.long) * (len(splits) - index - 1)
         found = on_two_nodes(check, "-m gpu_check_workers streams", ways, later=later)
-        off, on = found[len(compared) : len(compared) + 2]
-        pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
-        unequal = [calm["iteration"] for calm, held in pairs if any(calm[name] != held[name] for name in numbers)]
-        shape = split or "no split"
-        check.note(
-            f"{shape}: {len(pairs)} steps with overlap and delays compared with steps without, {len(unequal)} differ"
-        )
-        if unequal:
-            check.fail(f"{shape}: overlap changes loss or gradient norm in steps {unequal[:20]}")
+        off, *others = found[len(compared) : len(compared) + len(identical)]
+        for way, on in zip(identical[1:], others, strict=True):
+            pairs, numbers = list(zip(off, on, strict=False)), ("iteration", "lm_loss", "grad_norm")
+            unequal = [calm["iteration"] for calm, held in pairs if any(calm[name] != held[name] for name in numbers)]
+            shape = split or "no split"
+            check.note(
+                f"{shape}: {len(pairs)} steps with {way} compared with steps without overlap, {len(unequal)} differ"
+            )
+            if unequal:
+                check.fail(f"{shape}: {way} changes loss or gradient norm in steps {unequal[:20]}")
 
 
 def on_two_nodes(check: Check, program: str, ways: Sequence[str], *, later: int = 0) -> list[list[dict[str, Any]]]:
