@@ -22,7 +22,8 @@ TINY = SMALL._replace(gigabytes=0.001)
 @pytest.mark.slow
 def test_memory_at_the_load_of_the_busiest_expert_is_printed_and_searched():
     cluster = Cluster(num_nodes=1, ranks_per_node=2, links=SLOW, device=SMALL)
-    flags = "@configs/moe_tiny.args --bf16 --expert-model-parallel-size 2 --num-layers 1 --global-batch-size 4"
+    flags = "@configs/moe_tiny.args --bf16 --expert-model-parallel-size 2 --num-layers 1"
+    flags += " --global-batch-size 16 --micro-batch-size 8"
     even, loaded = (
         "\n\n".join(report_parts(parse(flags).config, cluster, device_type="cpu", expert_load=load))
         for load in (None, 2.0)
