@@ -266,7 +266,7 @@ def with_a_flipped_bit(case: Case) -> None:
         return True
 
     evidence = {"begin_step": lambda: None, "evidence": lambda *others: "none"}
-    step.guard = cast(Any, SimpleNamespace(can_wait=False, allows=allows, **evidence))
+    step.guard = cast(Any, SimpleNamespace(can_wait=False, went_back=False, allows=allows, **evidence))
     sent = [take_step(step, case, index)[1] for index in range(9)]
     assert said == ["", "", *["layers.0, shard of rank 1: other weights on rank 2, 3"] * 2, *[""] * 5]
     assert sent[0] == sent[4] == sent[8] > max(sent[i] for i in (3, 5, 6, 7))
