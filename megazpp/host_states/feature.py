@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megazpp.base.program import GIGA
 from megazpp.run.arguments import RunConfig
-from megazpp.run.feature import Feature
+from megazpp.run.feature import Attached, Feature
 
 if TYPE_CHECKING:
     from megazpp.host_states.states import HostStates
     from megazpp.run.checks import RunPlan
+    from megazpp.run.trainer import Trainer
 
 
 class HostStatesFeature(Feature):
@@ -37,6 +39,16 @@ class HostStatesFeature(Feature):
         from megazpp.host_states.states import HostStates
 
         return HostStates
+
+    def attach(self, trainer: Trainer) -> Attached:
+        """Log how much host memory each rank uses with --optimizer-cpu-offload; the returned functions do nothing."""
+        if trainer.run.config.zero.optimizer_cpu_offload:
+            from megazpp.host_states.memory import HostMemory
+
+            states = trainer.parts.built.sharding.states
+            assert isinstance(states, HostMemory)
+            trainer.run.context.log(f"states in host memory: {states.num_bytes / GIGA:.3g} GB per rank")
+        return Attached()
 
 
 FEATURE = HostStatesFeature()

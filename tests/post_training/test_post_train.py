@@ -389,6 +389,8 @@ def test_grpo_with_states_in_host_memory_is_bit_identical(home, request, layout,
     delayed = drawn.replace("rewards.py:", "delayed.py:")
     assert trained(home, host, f"{delayed} {layout} {offload}") == plain
     assert rows(home, host, "completions.jsonl") == rows(home, device, "completions.jsonl")
+    logged = re.findall(r"states in host memory: (\S+) GB per rank", (home / "runs" / host / "log.txt").read_text())
+    assert [float(gigabytes) > 0 for gigabytes in logged] == [True]
 
 
 def test_synced_reference_is_mixed_after_steps_and_resumes_on_any_layout(home, dpo):
