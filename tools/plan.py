@@ -41,7 +41,7 @@ class ScalingConfig(Config):
         micro_batches: number of micro-batches per optimizer step.
     """
 
-    nodes: tuple[int, ...] = flag(None, required=True)
+    nodes: tuple[int, ...] = flag(None, required=True, must_be="positive")
     micro_batches: int = flag(1, must_be="positive")
 
 

@@ -61,7 +61,7 @@ class FlagSpec(NamedTuple):
         shape: for a field of `GPTConfig`: False if it affects neither the shapes nor the meaning of the weights; True
             if a run and its checkpoint must have equal values of the field. A string is the name of the property to
             compare instead, for a field that may be None or has several spellings.
-        must_be: range of a number, see `_RANGES`; None for any number.
+        must_be: range of a number, or of each number in a tuple, see `_RANGES`; None for any number.
         most: largest value of a number, and the words that say what limits it; None for no limit.
     """
 
@@ -101,8 +101,9 @@ class Config:
                 problems.append(f"{given} is more than {spec.most[0]}, {spec.most[1]}; give a smaller number")
             elif spec.must_be is not None:
                 holds, problem, remedy = _RANGES[spec.must_be]
-                if not holds(value):
-                    problems.append(f"{given} is {'not a number' if math.isnan(value) else problem}; give {remedy}")
+                wrong = [number for number in (value if isinstance(value, tuple) else (value,)) if not holds(number)]
+                if wrong:
+                    problems.append(f"{given} is {'not a number' if math.isnan(wrong[0]) else problem}; give {remedy}")
         if problems:
             raise ValueError("\n".join(problems))
 
