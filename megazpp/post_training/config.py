@@ -118,7 +118,7 @@ class PostTrainingConfig(Config):
     reward_load: str | None = flag(None, needs=DRAWN)
     beta: float | None = flag(None, needs=CHOSEN_LOSS, must_be="not negative")
     loss_type: tuple[str, ...] | None = flag(None, nargs="+", needs=CHOSEN_LOSS)
-    loss_weights: tuple[float, ...] | None = flag(None, nargs="+", needs="--objective dpo")
+    loss_weights: tuple[float, ...] | None = flag(None, nargs="+", needs="--objective dpo", must_be="positive")
     label_smoothing: float = flag(0.0, needs="--objective dpo")
     center_rewards_coefficient: float | None = flag(None, needs="--objective reward", must_be="positive")
     sync_ref_model: bool = flag(False, needs=CHOSEN_LOSS)
@@ -158,8 +158,6 @@ class PostTrainingConfig(Config):
             raise ValueError(f"--ref-checksum {self.ref_checksum} is not 16 hexadecimal digits (0-9, a-f)")
         if not 0.0 <= self.label_smoothing < 0.5:
             raise ValueError(f"--label-smoothing {self.label_smoothing} is not in [0, 0.5): give a fraction below half")
-        if not all(weight > 0.0 for weight in self.loss_weights or ()):
-            raise ValueError(f"--loss-weights {as_words(self.loss_weights)}: all weights must be above 0")
         if self.objective not in LOSS_TYPES:
             return
         for name in self.losses:

@@ -79,6 +79,7 @@ REFUSED = """
     --objective grpo --loss-type ipo | --loss-type ipo is not one of grpo, bnpo, dr_grpo, dapo, cispo
     --objective grpo --loss-type grpo dapo | --loss-type grpo dapo: --objective grpo takes one loss
     --objective dpo --loss-type hinge --label-smoothing 0.1 | --label-smoothing 0.1 needs --loss-type robust
+    --objective dpo --loss-weights 0 | --loss-weights 0.0 is not positive
     --objective dpo --loss-weights 1 2 | --loss-weights 1.0 2.0 has 2 weights for the 1 of --loss
     --objective grpo --no-use-bias-correction-kl | --no-use-bias-correction-kl needs --beta above 0
     --objective grpo --loss-type cispo --delta 2 | --delta 2.0 is for a loss that clips, not
