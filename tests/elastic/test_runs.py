@@ -234,7 +234,9 @@ def test_stopped_group_is_not_waited_for_and_its_return_is_refused(new_site):
         worker.resume()
     b.process.wait(timeout=60)
     assert b.process.returncode != 0
-    assert "declared group b out" in b.output() or "group b is out" in b.output()
+    # the last state that reached the stopped group may already have a version whose messages nobody keeps
+    refusals = ("declared group b out", "group b is out", "other groups do not keep the messages")
+    assert any(refusal in b.output() for refusal in refusals)
 
 
 def test_all_groups_start_again_from_the_newest_checkpoint(tmp_path, new_site):
