@@ -322,7 +322,7 @@ def end_with(launcher: int) -> None:
 
 
 class JobError(Exception):
-    """Error that all ranks detect together and that ends the job. A program prints it without a traceback."""
+    """Error that ends the job. The program that raises it prints its text without a traceback."""
 
     exit_code = EXIT_ERROR
 
@@ -430,7 +430,7 @@ class Problems:
 
 
 class Output:
-    """stdout or stderr, whose text is dropped once it has no reader any more, so that work is not lost by a print.
+    """stdout or stderr, which drops text after its reader has gone, so that a failing print does not end the program.
 
     A write fails with EIO after the terminal has been closed, and with EPIPE after the reader of a pipe has exited, for
     example when an ssh connection ends. The first failure redirects the stream to /dev/null.

@@ -110,7 +110,7 @@ class Accumulation:
         return vote
 
     def settle(self) -> None:
-        """Read the results of the votes of earlier forwards, which say what all ranks do with waiting partial sums.
+        """Read the results of the votes before earlier forwards, as far as they concern waiting partial sums.
 
         If any rank has discarded its waiting partial sums, drop those of this rank too.
 

@@ -73,7 +73,7 @@ def zeropp(
             and `Handle.load`.
         fsdp: keyword arguments of `fully_shard` for a model that is not wrapped yet, such as `mp_policy`.
     Returns:
-        The handle to the sharded model. The model keeps a reference to the handle, so the caller may discard it.
+        The handle to the sharded model. The model keeps a reference to the handle, so the program may discard it.
     Raises:
         TypeError: an argument has a wrong type, or FSDP1 or DDP has wrapped the model.
         RuntimeError: there is no process group, or a gradient hook would see gradients before they are reduced. Such a
@@ -204,7 +204,8 @@ class _Installed(NamedTuple):
     """The handle that `zeropp` has created for a model, and the arguments of that call."""
 
     handle: Handle
-    ranks_per_node: int  # number of ranks per node, from the caller of `zeropp` or discovered from the hosts
+    # Number of ranks per node, from the argument of `zeropp`, MEGAZPP_RANKS_PER_NODE, or the hosts of the ranks
+    ranks_per_node: int
     asked: dict[str, Any]  # arguments of the `zeropp` call by name, with one entry per field of the config
 
     def check(self, asked: Mapping[str, Any]) -> None:
@@ -353,7 +354,7 @@ def _plan_layout(cluster: Cluster, mesh: DeviceMesh, expert_mesh: DeviceMesh | N
 
 
 def _ranks_per_node(given: int | None) -> int | None:
-    """Return the number of ranks per node that the caller of `zeropp` or MEGAZPP_RANKS_PER_NODE sets.
+    """Return the number of ranks per node that the argument of `zeropp` or MEGAZPP_RANKS_PER_NODE sets.
 
     Args:
         given: argument of `zeropp`, which has priority over the environment variable.

@@ -27,7 +27,8 @@ A rank votes for a message of a unit for one of four reasons:
 - the checksum of the shard has changed since the shard was sent
 
 The checksum detects writes that move no counter (`parameter.data`, `to_local()`, `torch._foreach_*`). It is computed
-at most once per forward, and only if the other reasons do not apply. A backward uses the weights of its forward.
+at most once per forward, and only if the other reasons do not apply. A backward uses the weights of its forward, so it
+begins without a vote.
 
 On CUDA the host waits for a checksum only outside of a training step. Between two consecutive forwards with gradients
 the device compares the checksums, and the host reads the result one forward later. If a write was missed, all ranks

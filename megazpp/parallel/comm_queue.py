@@ -3,10 +3,10 @@
 The file ends with two other tools for overlap of host and device: `HostCopy`, which copies a few numbers to the host
 without blocking, and `threads_on`.
 
-A queue runs its tasks one after the other. `submit` returns a `Work`, a handle with which the caller waits for the
-task. A task may depend on the works of tasks in other queues.
+A queue runs its tasks one after the other. `submit` returns a `Work`, a handle with which other code waits for the
+task. A task may wait for tasks of other queues by their handles.
 
-    CommQueue     runs each task immediately in the caller, without overlap
+    CommQueue     runs each task immediately in the thread that calls `submit`, without overlap
     ThreadQueue   CPU: runs tasks in a thread. gloo and torch's kernels release the interpreter lock
     StreamQueue   CUDA: launches tasks on a stream. The host never blocks
 
@@ -81,8 +81,8 @@ class CommQueue:
     def submit(self, task: Callable[[], T], *, after: Sequence[Work[Any]] = (), since: Moment = None) -> Work[T]:
         """Queue `task` behind this queue's earlier tasks, and return a handle with which to wait for it.
 
-        The task runs without autograd. It runs in inference mode if the caller does, because only then can it write
-        to inference tensors of the caller.
+        The task runs without autograd. It runs in inference mode if the code that calls `submit` does, because only
+        then can the task write to that code's inference tensors.
 
         Args:
             task: function to run. `Work.wait` returns its result.
@@ -230,7 +230,7 @@ def _without_gradients() -> AbstractContextManager[object]:
 class HostCopy:
     """An asynchronous copy of a few numbers from the GPU to the host, which does not wait for the GPU.
 
-    A CPU tensor is not copied, so the caller must not change `values` before `wait`.
+    `values` on the CPU are not copied, so they must not change before `wait`.
     """
 
     def __init__(self, values: torch.Tensor) -> None:

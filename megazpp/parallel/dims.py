@@ -34,9 +34,10 @@ The groups of NCCL have these options:
 | replica_group | normal   | from flag | the same as cross, with several steps to finish                              |
 | others        | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies                  |
 
-"From flag" is --nccl-cross-max-ctas. Since torch 2.8 a blocking collective runs on the caller's stream. The caller of
-a hop is its communication queue, whose stream has the same priority (comm_queue.py). The process group's internal
-stream runs only asynchronous collectives, and a training step has none.
+"From flag" is --nccl-cross-max-ctas. Since torch 2.8 a blocking collective runs on the current stream. For a hop this
+is the stream of its communication queue, which `MeshAxis.queue` creates with high priority inside a node and normal
+priority across nodes. The process group's internal stream, which has the priority of the table, runs only asynchronous
+collectives, and a training step has none.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class ParallelDims:
         nccl: options of the NCCL process groups; None uses the defaults.
         threads: True runs the hops of CPU tensors in threads, where they overlap with compute. False runs each hop in
             the thread that submits it.
-        mesh: existing mesh [shard] or [shard, tp] of the caller, under any dimension names; None creates a mesh.
+        mesh: existing mesh [shard] or [shard, tp] of a program that calls `megazpp.zeropp`, under any dimension names;
+            None creates a mesh.
         dense: None for the axes of a whole model. For the axes of experts' parameters (`experts`), the axes of all
             other parameters: both use one counter and one timeline, and share all axes except tp, local and shard.
     Attributes:
@@ -370,7 +372,7 @@ def make_group(
 def default_timeout(world: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of collectives of `world`, the default process group; None if no back end has a timeout.
 
-    torch does not pass this timeout on to new groups, so callers set it for each group that they create.
+    torch does not pass this timeout on to new groups, so `make_group` sets it for each group that it creates.
     """
     options = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
     return next((each._timeout for each in options if each is not None), None)

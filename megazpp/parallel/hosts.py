@@ -345,7 +345,7 @@ class Hosts:
                 f"to {self.num_nodes - 1}"
             )
         store.set(f"host/{self.node_rank}", json.dumps(mine))
-        # If a host has failed, node 0 may never join. The caller reads the reason of the failure next.
+        # If a host has failed, node 0 may never join. `_exchange` then reads the reason of the failure.
         wait_until(lambda: store.check(["host/0"]) or store.check([REASON]))
         if not store.check(["host/0"]):
             return

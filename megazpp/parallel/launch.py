@@ -313,7 +313,8 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     Args:
         workers: the workers of this host.
         hosts: the hosts of the job.
-        passed: signals that the launcher has forwarded to the workers; the caller's signal handler appends to the list.
+        passed: signals that the launcher has forwarded to the workers, a list to which the signal handler of
+            `_passing_signals_to` appends.
     Returns:
         The exit code; the reason for which this host has failed, or ""; and True if a rank of this host has notified
         the ranks of other hosts, which then print details of the failure.

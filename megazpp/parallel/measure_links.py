@@ -99,9 +99,7 @@ def fit_link(num_ranks: int, small: tuple[int, float], large: tuple[int, float])
     Returns:
         The bandwidth of one rank in GB/s (1e9 bytes), and the latency of one message in microseconds.
     """
-    # Time for the additional bytes of the large all-gather: at least half of its time, because other load may have
-    # slowed the small one
-    seconds = max(large[1] - small[1], large[1] / 2)
+    seconds = max(large[1] - small[1], large[1] / 2)  # time for the bytes by which the large all-gather is larger
     slope = seconds / (large[0] - small[0])  # seconds per byte of an all-gather over n ranks: (n-1) / bandwidth
     latency = max(0.0, small[1] - slope * small[0]) / (num_ranks - 1)
     return Link((num_ranks - 1) / slope / 1e9, latency * 1e6)

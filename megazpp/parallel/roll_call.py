@@ -87,7 +87,7 @@ def launched_place() -> RankInfo | None:
 def report_tracebacks() -> None:
     """Install an exception hook: if an exception ends this process during its start, tell the ranks of other hosts.
 
-    Programs call this before most of their imports, because the packages of one host may be incomplete.
+    Programs call this before most of their imports, because an import may fail on a host that lacks a package.
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

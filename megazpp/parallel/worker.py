@@ -146,8 +146,9 @@ def worker_process(
     )
     worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts, began=began)
 
-    # Run the caller's block, then a barrier, so that no rank ends while other ranks use its connections. The barrier's
-    # span lets the watchdog notice a rank that never arrives, for example because the rank waits for a server of wandb.
+    # Run the block of the `with` statement, then a barrier, so that no rank ends while other ranks use its connections.
+    # The barrier's span lets the watchdog notice a rank that never arrives, for example because the rank waits for a
+    # server of wandb.
     try:
         yield worker
         with watchdog.span("barrier at the end"):

@@ -13,7 +13,8 @@ in every micro-batch of gradients:
                end of that backward:       `.grad` is complete when backward() returns; see `SummingReduce`
 
 Hops run in communication queues (parallel/comm_queue.py), one per axis: cross-node hops on the axis `cross`, intra-node
-hops on `local`. So the collectives of each process group have the same order on every rank.
+hops on `local`. So the collectives of each process group have the same order on every rank. A use of a unit is a call
+of its all-gather by FSDP2, before the unit's forward or backward.
 
 Overlap keeps at most the following tensors alive: the gradients of `UNITS_IN_FLIGHT` units before their intra-node
 hop, the partial sums of every unit before its cross-node hop, and the received weights of one unit. Results are
@@ -25,18 +26,21 @@ streams and gives the reason why each buffer is safe:
 | buffer                     | allocated on | also used on   | safe because                                            |
 |----------------------------|--------------|----------------|---------------------------------------------------------|
 | shard, gathered parameters | FSDP2's      | cross, local   | FSDP2's gather stream waits for both hops               |
-| secondary partition        | gather       | cross, local   | `TwoHopGather` keeps it; if not, the row above applies  |
-| resident weights           | gather       | cross, local   | `TwoHopGather` keeps them; a cross hop waits for its    |
-|                            |              |                | caller, which has waited for the last local hop         |
-| ... copied for a checkpoint| compute      |                | copied after waiting for the cross hop                  |
-| ... read from a checkpoint | compute      | cross          | the host waits for the cross hop before freeing the row |
+| secondary partition        | gather       | cross, local   | hpZ keeps it; without hpZ, the row above applies        |
+| resident weights           | gather       | cross, local   | `TwoHopGather` keeps them; a cross hop waits for the    |
+|                            |              |                | stream that submits it, after the last local hop        |
+| ... copied for a checkpoint| compute      |                | the compute stream copies them after the cross hop      |
+| ... read from a checkpoint | compute      | cross          | the host waits for the cross hop before freeing them    |
 | checksum of a sent shard   | cross        |                | used on one stream only                                 |
-| shard that is read early   | cross        |                | one stream, which waits for the writes to the weights   |
+| shard that is read early   | cross        |                | used on one stream, which waits for the weights' writes |
 | sent and received messages | the queue    |                | the queue that receives them also unpacks them          |
-| gradients of a unit        | compute      | local          | the reduce stream waits for that hop, FSDP2 waits for it|
-| partial sums               | local        | cross, reduce  | recorded on the streams that join their tasks           |
-| sum added to `.grad` late  | reduce       | cross, compute | recorded on the streams that join its task              |
-| `.grad`                    | reduce       | cross, compute | recorded on the streams that join the task that fills it|
+| gradients of a unit        | compute      | local          | the reduce stream waits for the local hop, and FSDP2    |
+|                            |              |                | frees them only after waiting for the reduce stream     |
+| partial sums               | local        | cross, reduce  | `record_stream` for the streams that join their tasks   |
+| sum added to `.grad` at    | reduce       | cross, compute | `record_stream` for the streams that join its task      |
+| the end of the backward    |              |                |                                                         |
+| `.grad`                    | reduce       | cross, compute | `record_stream` for the streams that join the task that |
+|                            |              |                | fills it                                                |
 | error feedback             | any          | cross          | never freed                                             |
 
 Only this file imports FSDP2's interface for custom collectives, which is in a private module of torch 2.11 to 2.15.
@@ -130,7 +134,8 @@ class CommContext:
     def _use_axes(self, *axes: MeshAxis) -> None:
         """Set the axes `cross`, `local` and `shard` of this context, and the communication queue of each axis.
 
-        If neither gathers nor reductions overlap with the compute, a queue runs each collective at once, in the caller.
+        If neither gathers nor reductions overlap with the compute, each queue is a plain `CommQueue`, which runs a
+        collective at once in the thread that submits it.
         """
         self.cross, self.local, self.shard = axes
         overlap = self.overlap_gather or self.overlap_reduce
@@ -176,8 +181,8 @@ class GatherSchedule:
         self._prefetch = overlap and queue.blocks_host
         self._order: list[Startable] = []  # all-gathers of used units, in the order of the first uses
         self._all: list[Startable] = []  # all-gathers of all units, used or not
-        # Gathers whose cross-node hop has yet to start, because their units' weights may have changed since the last
-        # hop
+        # All-gathers whose cross-node hop must still start, because the weights of their units may have changed since
+        # the last cross-node hop
         self._stale: deque[Startable] = deque()
         # CUDA event that `used` records at the first use of a unit after the weights changed. The cross-node hops of
         # `_stale` wait for this event, not for later compute. None on the CPU and before the first such use.
@@ -243,10 +248,10 @@ class ReduceSchedule:
         self._running: Callable[[], object] = _nothing
 
     def sent(self, work: Work[Any]) -> None:
-        """Register `work`, the task that sends a unit's gradients, and wait for earlier tasks of this kind.
+        """Register `work`, the task that sends a unit's gradients, and wait for tasks that were registered before.
 
         The wait limits the memory of gradients that are not sent yet. With overlap on the CPU, the latest
-        `UNITS_IN_FLIGHT` tasks may stay unfinished. Otherwise wait for all of them, `work` included.
+        `UNITS_IN_FLIGHT` tasks, `work` included, may stay unfinished. Without overlap or on CUDA, wait for all tasks.
         """
         self._sending.append(work)
         while len(self._sending) > (UNITS_IN_FLIGHT if self.overlap and self._blocks_host else 0):
@@ -279,8 +284,8 @@ def in_backward() -> bool:
 def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
     """Let autograd call `function` at the regular end of the running backward, and return a weak reference to the call.
 
-    A caller learns from the weak reference whether the backward still runs. The reference returns None as soon as the
-    backward has ended, also if an exception has ended it. It does not return None while a nested backward runs, such as
+    A call of the weak reference shows whether the backward still runs. It returns None as soon as the backward has
+    ended, also if an exception has ended the backward. It does not return None while a nested backward runs, such as
     the backward of reentrant activation checkpointing.
     """
     callback = functools.partial(function)

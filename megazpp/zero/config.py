@@ -197,7 +197,7 @@ class PrecisionConfig(Config):
 
 
 class Dtypes(NamedTuple):
-    """The compute and reduction dtypes of a model that `megazpp.zeropp` wraps. The caller sets them, not flags."""
+    """The compute and reduction dtypes of a model of `megazpp.zeropp`, which reads them from FSDP2, not from flags."""
 
     param_dtype: torch.dtype  # dtype in which weights are gathered and layers compute
     reduce_dtype: torch.dtype  # dtype in which gradients are reduced

@@ -11,8 +11,8 @@ The secondary partition (hpZ) consists of the messages that the cross-node hop h
 each later use in forward or backward repeats only the intra-node hop and gathers the same bits.
 DeepSpeed instead quantizes again for the backward. Source: ZeRO++ (arXiv 2306.10209) sections 3.1 and 3.2.
 
-Each rank decides by itself what the unit's next use sends between nodes. The decision depends only on values that are
-equal on all ranks:
+A use of a sharding unit is a call of its all-gather by FSDP2. Each rank decides by itself what the next use of a unit
+sends between nodes. The decision depends only on values that are equal on all ranks:
 
     nothing         the shards are unchanged since they were sent
     a weight delta  only an optimizer step has changed the shards, and nodes keep resident weights
@@ -172,7 +172,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         return self._context.codec(self.unit.segments, self._plan.fmt, self._context.precision.param_dtype)
 
     def drop(self) -> None:
-        """Forget which of the unit's weights were sent, so that the next use sends whole weights, not deltas, to nodes.
+        """Forget that the unit's weights were sent between nodes, so that its next use sends whole weights, no delta.
 
         Call this method on all ranks after code other than the optimizer has changed the weights, for example by
         loading a checkpoint.
@@ -279,7 +279,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def new_row(self, device: torch.device) -> torch.Tensor:
         """Return zeros in the compute dtype, one per element of a flat shard.
 
-        The caller loads this rank's row of the resident weights into the result.
+        checkpoint/state.py loads this rank's row of the resident weights into the result, and passes it to `restore`.
         """
         return torch.zeros(self._codec.layout.size, dtype=self._codec.dtype, device=device)
 

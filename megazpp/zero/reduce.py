@@ -77,8 +77,8 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
             self.begin()
         self._fsdp2_post_backward(*given)
         if self._waits:
-            # FSDP2 has set `.grad` to its output tensor. The output is zeros, because the gradients wait as partial
-            # sums, or with --optimizer-cpu-offload a host buffer. FSDP2 would add the next output to this `.grad`.
+            # FSDP2 has set `.grad` to its output tensor: zeros if the gradients wait as partial sums, or the unit's
+            # host buffer with --optimizer-cpu-offload. FSDP2 would add the output of the next reduction to this tensor.
             self.unit.clear_gradients(self.reduced)
 
     def begin_micro_batch(self, *, last: bool) -> None:

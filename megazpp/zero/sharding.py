@@ -12,7 +12,8 @@ mixed precision, parameter types and checkpoints are the same in all stages. If 
 rank, stage 3 becomes stage 2 (`ZeroConfig.stage_over`). ZeRO++ is stage 3 with other collectives (gather.py,
 reduce.py).
 
-Collectives only sum gradients: the caller divides the loss by the global number of tokens.
+Collectives only sum gradients. The mean comes from the loss, which training/objective.py divides by a denominator of
+the global batch, such as its number of tokens.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from megazpp.zero.wire import LosslessCodec
 class WeightHandle(Protocol):
     """The interface through which an evaluation keeps a model's gathered weights, and frees them when it ends.
 
-    `Sharding` implements this interface for trained models. The handle to a frozen model, such as a reference model,
-    implements it too.
+    `Sharding` implements this interface for trained models. The handles in packed_weights/ implement it for frozen
+    models, such as a reference model.
     """
 
     keeps_gathered: bool  # True if only the first forward inside `keep_unsharded` needs communication
@@ -109,8 +110,8 @@ class DeviceStates:
         Args:
             tp: tensor-parallel axis. The gradients of the parameters in the attribute `partial` must be summed over it.
         Returns:
-            fp32 scalars by parameter name. None if all gradients are in `.grad`, as here. The caller then sums the
-            gradients of the parameters in `partial`, and computes the norms itself.
+            fp32 scalars by parameter name. None if all gradients are in `.grad`, as here. `TrainStep` then sums the
+            gradients of the parameters in `partial` itself, and computes the norms from `.grad`.
         """
         return None
 
@@ -446,9 +447,10 @@ def shard_model(
 def axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
     """Return the axes cross, local and shard that the collectives of the plan `wire` use.
 
-    If no collective runs in two hops, the axis `shard` replaces all three. Access to the other two axes would create
-    process groups that nothing uses. If only one of gather and reduction runs in two hops, the other one runs in one
-    hop along `ParallelDims.own_shard`.
+    If both gather and reduction run in two hops, the axes are those of `dims`. Otherwise collectives in one hop run
+    along `ParallelDims.own_shard`, which replaces the axis `shard`. If no collective runs in two hops, `own_shard`
+    replaces all three axes, because access to `dims.cross` and `dims.local` would create process groups that nothing
+    uses.
     """
     shard = dims.shard if wire.gather and wire.reduce else dims.own_shard
     return (dims.cross, dims.local, shard) if wire.gather or wire.reduce else (shard, shard, shard)

@@ -68,10 +68,11 @@ class Unit:
         return bool(self._group.is_sharded)
 
     def fingerprint(self) -> Fingerprint:
-        """Return a tuple with which a caller detects that a parameter's shard was replaced or written to.
+        """Return a tuple that changes when a parameter's shard is replaced or written to.
 
-        It has one entry per parameter: the identity and the version counters of the shard. Fused and foreach optimizer
-        steps on DTensors move no version counter, so the fingerprint does not show them.
+        `TwoHopGather` compares such tuples to detect that the weights have changed since they were sent. The tuple has
+        one entry per parameter: the identity and the version counters of the shard. Fused and foreach optimizer steps
+        on DTensors move no version counter, so the tuple does not change in these steps.
         """
         shards = [p.sharded_param for p in self._group.fsdp_params]
         return tuple([(id(tensor), tensor._version, tensor._local_tensor._version) for tensor in shards])
@@ -150,7 +151,9 @@ class Unit:
         try:
             yield
         finally:
-            # The first forward of a model makes FSDP2 keep the root's parameters, unless the program has chosen.
+            # At a model's first forward, FSDP2 sets this attribute of the root unit to None, so that the root's
+            # parameters stay gathered after a forward, unless the program has passed `reshard_after_forward`. The first
+            # forward may have run in this context.
             keeps = state._is_root and state._auto_reshard_after_forward
             group.post_forward_mesh_info = None if keeps else before
 

@@ -58,7 +58,8 @@ def verify_weights(sharding: Sharding, dims: ParallelDims) -> None:
 def describe(found: Sequence[tuple[int, int, Mapping[tuple[str, int], int]]]) -> str:
     """Return the message of a `CorruptWeightsError`, which names the ranks with other weights than most ranks.
 
-    In a tie the weights of the shard's owner count as correct.
+    In a tie, the weights of the shard's owner count as correct. The owner is the rank whose optimizer updates the
+    shard. With HSDP each replica has one owner.
 
     Args:
         found: for each rank, its tensor-parallel rank, its rank on the shard axis, and the checksums that differ

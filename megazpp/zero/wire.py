@@ -6,11 +6,12 @@ flat shard is sent as one message of bytes, whose layout is planned once per uni
 
     | payloads of the quantized segments | their scales | segments that are sent exactly | padding to 16 bytes |
 
-No quantization block spans two parameters. In a block of half norm gains and half weights, the large gains would lower
+The payload of each quantized segment, and each run of adjacent exact segments, begins at a multiple of 16 bytes. No
+quantization block spans two parameters. In a block of half norm gains and half weights, the large gains would lower
 the signal-to-noise ratio of the weights by 25 dB. 1-D parameters are sent exactly. So are parameters whose quantized
 blocks and scales would take as many bytes as their unquantized elements, or more. Because rows are padded, a segment
-has the same size on all ranks for every parameter shape and number of ranks. So all ranks use one layout, and later
-code has no special cases.
+has the same size on all ranks for every parameter shape and number of ranks. So all ranks use one layout, and the
+code that packs and unpacks messages needs no case for uneven shards.
 
     Example: W = 4 ranks, norm [6], weight [6, 100], 8 bits, blocks of 128, exact segments in bf16
         segments    norm: 2 elements (6 rows padded to 8, 2 per rank), weight: 200 elements (2 rows of 100)
