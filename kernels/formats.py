@@ -23,15 +23,16 @@ class BlockFormat:
     int8:
         x ~= q * scale, q in -127..127. The scale is the block's largest magnitude / 127, rounded up to bf16.
     int4:
-        x ~= q * scale, q in -8..7. Let m be the largest magnitude and o the largest magnitude of the opposite sign. The
-        scale is the larger of m / (8 + 7/16) and o / (7 + 7/16), rounded to bf16: the smallest scale that clips
-        nothing. If at least half of the elements have a magnitude of 15/16 m or more, as in AdamW's first steps, the
-        scale is m / 7, so that both signs keep their magnitude. The sign of the scale makes the integer of m negative;
-        if +m and -m both occur, the integer of -m is negative. Byte j of a block holds q[j] + 8 in its low 4 bits
-        and q[j + block_size / 2] + 8 in its high 4 bits.
+        x ~= q * scale, q in -8..7. Let m be the largest magnitude in the block, and o the largest magnitude of elements
+        with the opposite sign. The sign of the scale makes the integer of the element with magnitude m negative; if +m
+        and -m both occur, the integer of -m is negative. The scale's magnitude is the larger of m / (8 + 7/16) and
+        o / (7 + 7/16), rounded to bf16. So m rounds to at most 8 and o to at most 7, and nothing is clipped. If at
+        least half of the elements have a magnitude of 15/16 m or more, as in AdamW's first steps, the magnitude is
+        m / 7, so that +m and -m become integers of the same magnitude. Byte j of a block holds q[j] + 8 in its low 4
+        bits and q[j + block_size / 2] + 8 in its high 4 bits.
     int4 with `clip`:
-        The scale is m / 9 instead of the larger of the two quotients, so the largest elements are clipped. This format
-        is for gradients with error feedback, which adds what was clipped to the next message.
+        The scale's magnitude is m / 9 instead of the larger of the two quotients, so the largest elements are clipped.
+        This format is for gradients with error feedback, which adds what was clipped to the next message.
 
     Raises:
         ValueError: bits is not 4 or 8, block_size is not a power of two in 32..2048, or clip is set for 8 bits.
@@ -102,7 +103,8 @@ class MessageLayout:
     Attributes:
         size: number of elements of the flat shard.
         message_bytes: bytes of the message, a multiple of 16.
-        ranges: byte range of each segment, first of the quantized segments, then of the unquantized ones.
+        ranges: byte ranges: first one for each quantized segment, then one for each run of adjacent exact segments,
+            which are sent without quantization.
         fmt: format of the quantized segments; None if no segment is quantized.
     """
 

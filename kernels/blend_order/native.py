@@ -41,7 +41,7 @@ class NativePlanner:
     `library()` must have loaded the compiled C code.
 
     Args:
-        shares: [D] fraction of the blend's samples that each dataset provides, with sum 1.
+        shares: [D] fraction of the blend's samples that each of D datasets provides, with sum 1.
     """
 
     def __init__(self, shares: npt.NDArray[np.float64]) -> None:
@@ -77,7 +77,7 @@ def _groups_of(
     """Group the datasets of a blend by equal shares, because members of a group provide samples in turn.
 
     Args:
-        shares: [D] fraction of the blend's samples that each dataset provides.
+        shares: [D] fraction of the blend's samples that each of D datasets provides.
     Returns:
         Three arrays for G groups: [G] the share of each group's datasets, ascending; [G + 1] the offset in the third
         array at which each group begins, then the length of that array; [D] the datasets' indices, group after group.

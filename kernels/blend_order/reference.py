@@ -14,7 +14,7 @@ class PythonPlanner:
     """Planner of a blend in Python: each call of `plan` chooses the datasets of the next samples.
 
     Args:
-        shares: [D] fraction of the blend's samples that each dataset provides, with sum 1.
+        shares: [D] fraction of the blend's samples that each of D datasets provides, with sum 1.
     """
 
     def __init__(self, shares: npt.NDArray[np.float64]) -> None:

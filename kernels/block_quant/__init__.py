@@ -1,7 +1,7 @@
 """Quantize weights and gradients in blocks into ZeRO++'s messages, and dequantize them: the public functions.
 
-Each row of data [n], a rank's flat shard, is packed into a message of bytes [M]. A `RangeTable` lists the segments of a
-row: which elements are quantized in blocks, which are copied unquantized, and where their bytes are in the message
+A row of data, a rank's flat shard of n elements, is packed into a message of M bytes. A `RangeTable` lists the segments
+of a row: which elements are quantized in blocks, which are copied unquantized, and where their bytes are in the message
 (formats.py). One call handles all segments of all rows, with one kernel launch on CUDA.
 
 Data and messages may be strided views with a contiguous last dim and up to two leading dims. Permuted strides express
@@ -57,7 +57,7 @@ def pack(
     Args:
         x: [..., n] fp32, bf16 or fp16, rows of weights or gradients; n is the size of the table's layout.
         table: list of the segments of a row and of their bytes in a message, from `range_table`.
-        messages: [..., M] uint8, one message per row, written.
+        messages: [..., M] uint8, one message of M bytes per row, written.
         errors: error feedback's buffer with the quantization errors of the previous messages; `Feedback.zeros` creates
             it. The errors are added to the elements that are quantized, and then replaced by this call's errors. None
             without error feedback.
@@ -106,9 +106,9 @@ def unpack(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
     An element is its integer times its block's scale, computed in fp32 and rounded once to the dtype of `out`.
 
     Args:
-        messages: [..., M] uint8, one message per row, written by `pack`.
+        messages: [..., M] uint8, one message of M bytes per row, written by `pack`.
         table: list of the segments of a row, the same as for `pack`.
-        out: [..., n] fp32, bf16 or fp16, written.
+        out: [..., n] fp32, bf16 or fp16, rows of n elements, written.
     """
     _unpack(messages.unsqueeze(0), table, out, onto_quantized=False, onto_exact=False)
 
@@ -121,9 +121,9 @@ def unpack_onto(messages: Tensor, table: RangeTable, *, out: Tensor) -> None:
     which a NaN arrives, is NaN afterwards.
 
     Args:
-        messages: [..., M] uint8, one message per row, written by `pack`.
+        messages: [..., M] uint8, one message of M bytes per row, written by `pack`.
         table: list of the segments of a row, the same as for `pack`.
-        out: [..., n] fp32, bf16 or fp16, the base, updated in place.
+        out: [..., n] fp32, bf16 or fp16, the base, in rows of n elements, updated in place.
     """
     _unpack(messages.unsqueeze(0), table, out, onto_quantized=True, onto_exact=False)
 
@@ -132,9 +132,9 @@ def unpack_sum(messages: Tensor, table: RangeTable, *, out: Tensor, accumulate: 
     """Dequantize K messages per row, and sum them in fp32 in the order 0..K-1, as a reduce-scatter does.
 
     Args:
-        messages: [K, ..., M] uint8, for each row one message of each of K ranks, written by `pack`.
+        messages: [K, ..., M] uint8, for each row one message of M bytes from each of K ranks, written by `pack`.
         table: list of the segments of a row, the same as for `pack`.
-        out: [..., n] fp32, bf16 or fp16; receives the sums, which are rounded once to its dtype.
+        out: [..., n] fp32, bf16 or fp16, rows of n elements; receives the sums, which are rounded once to its dtype.
         accumulate: True if the sum starts with the values in `out`; False overwrites them.
     """
     assert messages.ndim > 1, f"messages {tuple(messages.shape)} cannot be summed; expected [K, ..., M]"
@@ -146,9 +146,9 @@ def _unpack(messages: Tensor, table: RangeTable, out: Tensor, **onto: bool) -> N
     """Check the arguments of `unpack`, `unpack_onto` or `unpack_sum`, and dequantize and sum the messages.
 
     Args:
-        messages: [K, ..., M] uint8; K is 1 unless messages are summed.
+        messages: [K, ..., M] uint8, K messages of M bytes per row; K is 1 unless messages are summed.
         table: list of the segments of a row and of their bytes in a message.
-        out: [..., n], written.
+        out: [..., n], rows of n elements, written.
         onto: two flags. `onto_quantized` adds quantized elements to the values in `out`, and `onto_exact` adds
             unquantized ones; False overwrites the values.
     """
@@ -211,8 +211,8 @@ def _launch_of(
 ) -> tuple[object, ...] | None:
     """Return the key by which `_repeated` finds an equal earlier launch of a Triton kernel; None for C and torch.
 
-    The key holds all properties of the arguments that are checked or that select the compiled kernel. Addresses enter
-    by their remainder modulo 16, which Triton compiles into a kernel.
+    The key holds all properties of the arguments that are checked or that select the compiled kernel. It has each
+    address modulo 16, because Triton compiles another kernel for addresses that are not multiples of 16.
 
     Args:
         implementation: module that computes, from `_implementation`.
@@ -286,8 +286,8 @@ def _check_rows(name: str, x: Tensor) -> None:
 def _two_leads(x: Tensor, *, after: int = 0) -> Tensor:
     """Return a view of `x` with exactly two leading dims A and B, because the quantization kernels expect two.
 
-    Missing dims are inserted with size 1. The first `after` dims stay in front, so the result is [A, B, n], or
-    [K, A, B, n] with `after` = 1.
+    Missing dims are inserted with size 1. The first `after` dims stay in front. So the result is [A, B, n] for data or
+    messages with last dim n, or [K, A, B, n] for K messages per row with `after` = 1.
     """
     while x.ndim < after + 3:
         x = x.unsqueeze(after)

@@ -2,6 +2,9 @@
 
 The C functions take pointers, strides in bytes and the table of segments, so they work on strided views in place. A
 call runs on one thread and releases Python's global interpreter lock. Concurrent calls share no state.
+
+Letters in shapes: A, B: two leading dims of data and messages; K: number of messages that are summed per row;
+n: elements of a row; M: bytes of a message.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> None:
-    """Quantize A x B rows of n elements x [A, B, n] into messages [A, B, M] in C; see `block_quant.pack`."""
+    """Quantize A x B rows of n elements, x [A, B, n], into messages [A, B, M] of M bytes; see `block_quant.pack`."""
     library().functions.megazpp_pack(
         byref(_Shape(1, *x.shape[:2])),
         byref(_table(table)),
@@ -43,8 +46,9 @@ def pack(
 
 
 def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool) -> None:
-    """Dequantize K messages for each of A x B rows, [K, A, B, M], in C, and sum them over K into out [A, B, n].
+    """Dequantize K messages for each of A x B rows in C, and sum the K results into `out`.
 
+    The messages are [K, A, B, M] with M bytes each, and `out` is [A, B, n] with rows of n elements.
     `reference.unpack_sum` defines the arguments.
     """
     library().functions.megazpp_unpack_sum(
@@ -58,7 +62,7 @@ def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantiz
 
 
 class _Shape(Structure):
-    """The struct `shape` of native.c: the number K of messages per row, and the numbers A x B of rows."""
+    """The struct `shape` of native.c: the number K of messages per row, and the leading dims A and B of the rows."""
 
     _fields_ = [(name, c_int64) for name in ("k", "a", "b")]
 

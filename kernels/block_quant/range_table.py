@@ -11,8 +11,8 @@ Table rows of quantized segments come first, so that a segment has the same row 
 
 Error feedback stores the errors of the last quantization and adds them back before the next one. The buffer of errors
 is itself a message of the quantized segments, in int8 and with the block size of the sent message. So it takes about
-one byte per element; compared with fp32 it loses nothing measurable. For a block with NaN or Inf the buffer stores
-no error (scale 0, payload 0), so that one bad step does not affect later ones.
+one byte per element. No measurement has shown a difference from training with fp32 errors. For a block with NaN or Inf
+the buffer stores no error (scale 0, payload 0), so that one bad step does not affect later ones.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RangeTable:
 
 @cache
 def range_table(layout: MessageLayout, dtype: torch.dtype) -> RangeTable:
-    """Return the table of segments for messages of this layout, which all callers with equal arguments share.
+    """Return the table of segments for messages of this layout; calls with equal arguments return the same table.
 
     Args:
         layout: layout of the messages.
@@ -162,7 +162,7 @@ class Feedback(NamedTuple):
 
 
 def span_of(messages: torch.Tensor, span: tuple[int, int]) -> torch.Tensor:
-    """Return a view of the bytes `span` (first byte, number of bytes) of messages [..., M]."""
+    """Return a view of the bytes `span` (first byte, number of bytes) of messages [..., M] of M bytes each."""
     return messages[..., span[0] : span[0] + span[1]]
 
 

@@ -3,6 +3,9 @@
 `pack` and `unpack_sum` loop over the segments of a message. The functions below them pad a segment to whole blocks,
 view it as [.., blocks, block_size] in fp32, and write their results into the given tensors. This code is written to be
 read, not to be fast.
+
+Letters in shapes: "..": leading dims of data and messages; K: number of messages that are summed per row; n: elements
+of a row or of a segment; M: bytes of a message.
 """
 
 from __future__ import annotations
@@ -49,9 +52,9 @@ def unpack_sum(messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantiz
     """Dequantize K messages per row, and sum them in fp32 in the order 0..K-1 into the rows of `out`.
 
     Args:
-        messages: [K, .., M] uint8, for each row the messages of K ranks.
+        messages: [K, .., M] uint8, for each row K messages of M bytes, one from each of K ranks.
         table: list of the segments of a row and of their bytes in a message.
-        out: [.., n], written; the sums are rounded once to its dtype.
+        out: [.., n], rows of n elements, written; the sums are rounded once to the dtype of `out`.
         onto_quantized: True if sums of quantized elements start with the values in `out`; False overwrites them.
         onto_exact: True if sums of unquantized elements start with the values in `out`; False overwrites them.
     """
@@ -86,7 +89,7 @@ def quantize(
     """Quantize one segment of a message in blocks, with error feedback or minus a base if they are given.
 
     Args:
-        x: [.., n] elements of the segment, weights or gradients.
+        x: [.., n] the n elements of the segment, weights or gradients.
         fmt: format with the bits and the block size.
         payload: [.., bytes] uint8, receives the integers.
         scales: [.., blocks] bf16, receives the blocks' scales.
@@ -218,7 +221,7 @@ def _dequantize_blocks(payload: Tensor, scales: Tensor, fmt: BlockFormat) -> Ten
 
 
 def _to_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
-    """Copy x [.., n] into fp32 blocks [.., blocks, block_size], and fill the last block with zeros."""
+    """Copy n elements, x [.., n], into fp32 blocks [.., blocks, block_size], and fill the last block with zeros."""
     num_blocks = fmt.num_blocks(x.shape[-1])
     padded = torch.zeros(*x.shape[:-1], num_blocks * fmt.block_size, dtype=torch.float32, device=x.device)
     padded[..., : x.shape[-1]] = x

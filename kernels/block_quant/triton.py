@@ -7,8 +7,9 @@ masks.
 
 The launch configuration is fixed: with tiles of 4096 elements and 4 warps, each thread accesses 16 bytes at a time and
 nine programs fit on an SM. `enable_fp_fusion` is off because fused multiply-adds round differently, and its default
-differs between versions of Triton. Kernels run on the current CUDA device and stream; the caller must have selected
-the device of the tensors. Set TRITON_INTERPRET=1 before the import to run the same kernels on CPU tensors.
+differs between versions of Triton. Kernels run on the current CUDA device and stream, so
+the current device must be the device of the tensors. Set TRITON_INTERPRET=1 before the import to run the same kernels
+on CPU tensors.
 """
 # Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
 # are pointers and tensors on the device.
@@ -51,7 +52,7 @@ def pack(
     base: Tensor | None = None,
     beta: float = 0.0,
 ) -> Repeat | None:
-    """Quantize A x B rows of n elements x [A, B, n] into messages [A, B, M] in Triton; see `block_quant.pack`.
+    """Quantize A x B rows of n elements, x [A, B, n], into messages [A, B, M] of M bytes; see `block_quant.pack`.
 
     Returns:
         A function that repeats this launch. Its arguments are the addresses of x, of the messages, and of the errors
@@ -83,8 +84,9 @@ def pack(
 def unpack_sum(
     messages: Tensor, table: RangeTable, out: Tensor, *, onto_quantized: bool, onto_exact: bool
 ) -> Repeat | None:
-    """Dequantize K messages for each of A x B rows, [K, A, B, M], in Triton, and sum them over K into out [A, B, n].
+    """Dequantize K messages for each of A x B rows in Triton, and sum the K results into `out`.
 
+    The messages are [K, A, B, M] with M bytes each, and `out` is [A, B, n] with rows of n elements.
     `reference.unpack_sum` defines the arguments.
 
     Returns:
@@ -191,7 +193,7 @@ def _quantize(
     """Quantize one tile of x into the message, after subtracting the base if BASE.
 
     With FEEDBACK the tile's errors of the last quantization are added before the tile is quantized. Then the new errors
-    replace them in error feedback's buffer.
+    replace them in error feedback's buffer `errors`, at the offsets `lost` (integers) and `lost_scales` in bytes.
     """
     # ---- load the elements of x, subtract the base, and add the stored quantization errors
     low, high = tiles.load_data(x + start, left, BLOCK, WHOLE)

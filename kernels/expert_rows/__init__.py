@@ -1,7 +1,8 @@
 """Permute the tokens of a mixture of experts: sort them by expert, copy them, and sum the experts' outputs.
 
-A token is a vector [H]. The router chooses K experts for each of N tokens, which gives N K rows: row t K + k is the
-k-th choice of token t. Experts process the rows in an order in which the rows of each expert are adjacent.
+A token is a vector of H elements. The router chooses K experts for each of N tokens, which gives N K rows: row t K + k
+is the k-th choice of token t. Experts process the rows in an order in which the rows of each expert are
+adjacent.
 
 Implementations: `triton` for CUDA tensors, with one or two kernels for each function, and `reference` for all others.
 Both sort identically and use no atomic operations, so each of them reproduces its results bit for bit. Their sums
@@ -27,7 +28,7 @@ def sort_rows(experts: Tensor, num_experts: int) -> Sorted:
     """Sort the rows of a mixture of experts by expert, with the rows of an expert in their original order.
 
     Args:
-        experts: [n] int64, contiguous, the expert of each row, where a row is one of a token's choices.
+        experts: [n] int64, contiguous, the expert of each of n rows, where a row is one of a token's choices.
         num_experts: number of experts E.
     Returns:
         The sorted order, its inverse, and the number of rows of each expert.
@@ -39,11 +40,11 @@ def take(x: Tensor, order: Tensor, copies: int = 1) -> Tensor:
     """Copy tokens of a mixture of experts into rows: row i of the result is row order[i] // copies of `x`.
 
     Args:
-        x: [n / copies, H], contiguous, the tokens.
-        order: [n] int64, number of the choice that each row belongs to; choice c belongs to token c // copies.
+        x: [n / copies, H], contiguous, the tokens, vectors of H elements.
+        order: [n] int64, for each of n rows the number of its choice; choice c belongs to token c // copies.
         copies: number of experts that each token has chosen.
     Returns:
-        [n, H] in the dtype of `x`.
+        The rows, [n, H] in the dtype of `x`.
     """
     return _implementation(x).take(x, order, copies)
 
@@ -52,8 +53,8 @@ def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None = None, copies:
     """Sum the outputs of the experts that each token has chosen, in fp32 and in the order of the choices.
 
     Args:
-        rows: [N K, H] outputs of the experts, sorted by expert, contiguous.
-        inverse: [N K] int64, index in `rows` of the output for each choice of a token.
+        rows: [N K, H] outputs of the experts, vectors of H elements, sorted by expert, contiguous.
+        inverse: [N K] int64, index in `rows` of the output for each choice of each of N tokens.
         weight: [N, K] fp32, factors of the outputs, which are rounded to the dtype of `rows`; None for no factors.
         copies: number K of experts that each token has chosen.
     Returns:
@@ -68,8 +69,8 @@ def combine_backward(
     """Compute the gradients of `combine`, the weighted sum of the experts' outputs for each token.
 
     Args:
-        grad: [N, H] gradient of the sums, contiguous.
-        rows: [N K, H] outputs of the experts, sorted by expert, contiguous.
+        grad: [N, H] gradient of the sums of N tokens, vectors of H elements, contiguous.
+        rows: [N K, H] outputs of the K experts of each token, sorted by expert, contiguous.
         order: [N K] int64, sorted order of the choices, from `sort_rows`.
         inverse: [N K] int64, inverse of `order`.
         weight: [N, K] fp32, factors of the outputs.

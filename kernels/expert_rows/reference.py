@@ -14,7 +14,7 @@ class Sorted(NamedTuple):
     Attributes:
         order: [n] int64, the numbers of the rows, sorted by expert; rows of the same expert have ascending numbers.
         inverse: [n] int64, the inverse permutation: the index in `order` at which each row's number is.
-        counts: [E] int64, number of rows of each expert.
+        counts: [E] int64, number of rows of each of E experts.
         ends: [E] int32, cumulative sum of `counts`, as torch's grouped matrix product expects it.
     """
 

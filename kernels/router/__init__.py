@@ -22,8 +22,8 @@ __all__ = ["MOST_EXPERTS", "TRITON", "Routed", "RouterSettings", "find_router"]
 def find_router(x: Tensor, num_experts: int) -> ModuleType | None:
     """Return the module with Triton's kernels for a router of the tokens `x`.
 
-    None if PyTorch's operations must compute the router: without CUDA or Triton, or with more than MOST_EXPERTS. The
-    module has two functions, for logits [N, E] fp32 of N tokens and E experts:
+    None if PyTorch's operations must compute the router: without CUDA or Triton, or for more than MOST_EXPERTS experts.
+    The module has two functions, for logits [N, E] fp32 of N tokens, which belong to B samples, and E experts:
 
         route(logits, bias [E] or None, choice [N, K] or None, totals [2 E + 2] fp64 or None, settings) -> Routed
             chooses K experts for each token, or repeats the given choice; adds this call's counts to `totals`, whose

@@ -36,9 +36,9 @@ class Routed(NamedTuple):
     """Results of a mixture of experts' router for N tokens of B samples.
 
     Attributes:
-        choice: [N, K] int64, the experts that each token has chosen.
+        choice: [N, K] int64, the K experts that each token has chosen.
         weight: [N, K] fp32, factors by which the outputs of these experts are multiplied.
-        chosen: [B, E] fp32, how often the tokens of each sample have chosen each expert.
+        chosen: [B, E] fp32, how often the tokens of each sample have chosen each of E experts.
         loss: [B] fp32, load-balancing loss plus z loss of each sample, times their coefficients.
     """
 

@@ -59,10 +59,10 @@ def route_backward(
     """Return the gradient [N, E] of the router's logits in `dtype`; see `router.find_router`.
 
     Args:
-        logits: [N, E] fp32, as for `route`.
+        logits: [N, E] fp32 logits of N tokens and E experts, as for `route`.
         routed: results of `route`.
-        of_weight: [N, K] gradient of the factors of the experts' outputs.
-        of_loss: [B] gradient of the samples' losses.
+        of_weight: [N, K] gradient of the factors by which the outputs of each token's K experts are multiplied.
+        of_loss: [B] gradient of the losses of B samples.
         settings: settings of the router, as for `route`.
         dtype: dtype of the result.
     """
@@ -76,7 +76,11 @@ def route_backward(
 
 
 def _shape(logits: Tensor, settings: RouterSettings) -> dict[str, int]:
-    """Return the compile-time constants of the router's kernels and the number of warps, as keyword arguments."""
+    """Return the compile-time constants of the router's kernels and the number of warps, as keyword arguments.
+
+    EXPERTS is the number of experts, rounded up to a power of two. BLOCK is the number of tokens that one program
+    processes.
+    """
     experts = triton.next_power_of_2(logits.shape[1])
     kinds = {"SIGMOID": settings.sigmoid, "PRE_SOFTMAX": settings.pre_softmax}
     block = max(1, min(32, _TILE // experts))
@@ -239,7 +243,7 @@ def _backward_kernel(
     """Compute the gradient of the router's logits for one block of tokens.
 
     The kernel computes it from the gradients of the factors of experts' outputs (`of_weight`) and of the router losses
-    (`of_loss`).
+    (`of_loss`, with the stride `stride`).
     """
     x, token, expert, there, index = _load(logits, tokens, num_experts, BLOCK, EXPERTS)
     softmax, logsumexp = _softmax(x)

@@ -5,11 +5,12 @@ Sender and receiver hold the same old weights. From the message the receiver res
 
     message [M] uint8: | bytes needed, elements left out: int64 each | kinds [B] | halves [B] | bodies [C] |
 
-The weights are cut into B blocks of 256 elements, regardless of parameter boundaries. A block's body holds the encoded
-changes of its elements, and its kind says in which way they are encoded. `halves` has half of each body's size in
-bytes, and `kinds` and `halves` together are padded to a multiple of 16 bytes. The bodies of all blocks share a capacity
-of C bytes. A block whose body would end beyond the capacity is left out. Its weights then stay unchanged at every
-receiver and in the sender's copy of what receivers hold, so the next delta contains these changes.
+The S weights of a message of M bytes are cut into B blocks of 256 elements, regardless of parameter boundaries. A
+block's body holds the encoded changes of its elements, and its kind says in which way they are encoded. `halves` has
+half of each body's size in bytes, and `kinds` and `halves` together are padded to a multiple of 16 bytes. The bodies of
+all blocks share a capacity of C bytes. A block whose body would end beyond the capacity is left out. Its weights then
+stay unchanged at every receiver and in the sender's copy of what receivers hold, so the next delta contains these
+changes.
 
 Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton` (for CUDA tensors) and `reference`
 (which defines the bodies, and serves CPUs without a C compiler). The functions assert that shapes, dtypes, strides and
@@ -54,9 +55,9 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
     blocks have.
 
     Args:
-        new: [S] bf16 or fp16, contiguous, the new weights.
+        new: [S] bf16 or fp16, contiguous, the S new weights.
         old: [S] of the same dtype, contiguous, the weights that the receivers hold.
-        message: [M] uint8, with M from `message_bytes`; all bytes are written.
+        message: [M] uint8, with M bytes from `message_bytes`; all bytes are written.
     """
     _check("old", old, new.dtype, new.shape, new.device)
     kinds, halves, body = _parts(message.unsqueeze(0), new)
@@ -71,8 +72,9 @@ def decode(messages: Tensor, weights: Tensor) -> None:
     """Apply the lossless deltas of N senders to their old weights, which become the new weights in place.
 
     Args:
-        messages: [N, M] uint8, one message of each sender, written by `encode`.
-        weights: [N, S] bf16 or fp16, the old weights that each sender has encoded against, bit for bit; updated.
+        messages: [N, M] uint8, one message of M bytes from each of N senders, written by `encode`.
+        weights: [N, S] bf16 or fp16, a row of S old weights for each sender, with the bits of `old` in the sender's
+            call of `encode`; updated in place.
     """
     _check("weights", weights, weights.dtype, (len(messages), weights.shape[-1]), messages.device)
     parts = _parts(messages, weights)
@@ -101,12 +103,12 @@ def _num_blocks(size: int) -> int:
 def _parts(messages: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of three parts of messages [N, M]: `kinds` [N, B], `halves` [N, B] and the bodies [N, C].
 
-    `kinds` has the kind of each block's body, `halves` half of the body's size in bytes, and the bodies the encoded
-    changes. The top of this file describes them.
+    `kinds` has the kind of the body of each of B blocks, `halves` half of the body's size in bytes, and the C bytes of
+    the bodies have the encoded changes. The top of this file describes them.
 
     Args:
-        messages: [N, M] uint8 messages with lossless deltas.
-        weights: [..., S] weights of the messages, which determine B and the expected device.
+        messages: [N, M] uint8, N messages of M bytes with lossless deltas.
+        weights: [..., S] the S weights of each message; S determines B, and the messages must be on the same device.
     """
     num_blocks = _num_blocks(weights.shape[-1])
     start = NUMBERS + align(2 * num_blocks)

@@ -306,6 +306,7 @@ INLINE int body_of(
     return size;
 }
 
+/* The code of `megazpp_encode` for one dtype, which is inlined so that `f` is constant. */
 INLINE void encode(
     const uint16_t *new, const uint16_t *old, int64_t size, struct format f, uint8_t *kinds, uint8_t *halves,
     uint8_t *body, int64_t capacity, int64_t *numbers
@@ -399,6 +400,7 @@ INLINE uint16_t moved(uint16_t old, uint16_t z) {
     return order(order(old) + (uint16_t)((uint16_t)(z >> 1) ^ (uint16_t) - (z & 1)));
 }
 
+/* The code of `megazpp_decode` for one dtype, which is inlined so that `f` is constant. */
 INLINE void decode(
     const uint8_t *kinds, const uint8_t *halves, const uint8_t *body, int64_t capacity, int64_t size, struct format f,
     uint16_t *weights

@@ -16,8 +16,11 @@ of three bodies, each padded to an even number of bytes:
     quotients    value >> k in unary: that many zeros, then a one
     c            exponent at which the block's mean change is 1.6 to 3.2 units in the last place
 
-Bits are numbered from the lowest bit of a byte. PULSE (arXiv 2602.03839) observed that few 16-bit weights change in a
-step. The encoding is a Rice code with a parameter that depends on the element's old exponent.
+Letters in shapes: S: number of weights; B: number of blocks of 256 weights; C: bytes of all bodies together. Bits are
+numbered from the lowest bit of a byte.
+
+PULSE (arXiv 2602.03839) observed that few 16-bit weights change in a step. The encoding is a Rice code with a parameter
+that depends on the element's old exponent.
 """
 
 from __future__ import annotations
@@ -137,16 +140,17 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
         z: [256] zigzag-encoded changes of the block's weights.
         exponents: [256] exponents of the old weights, from `_exponents`.
     Returns:
-        The kind of the body, and its bytes. The kind is RAW, with bytes that the caller replaces, if the block is too
-        irregular for both bodies.
+        The kind of the body, and its bytes. The kind is RAW if neither body is shorter than the new weights themselves,
+        or if their quotients take too many bits. The bytes are zeros then, which `encode` replaces by the new weights.
     """
     # ---- compute the exponent c, which determines the Rice parameters, from the block's mean change, measured in units
-    # in the last place of its highest exponent. 255 marks padding. The top of this file defines c.
+    # in the last place of its highest exponent. 255 marks padding, and in bf16 also infinities and NaN. The top of this
+    # file defines c.
     highest = int(exponents.where(exponents < 255, 0).max())
     total = int(((z.long() << 6) >> (highest - exponents).clamp(0, 31)).sum())
     c = min(max(highest + ((total >> 3) * 5).bit_length() - 14, DENSE), RAW - 1)
     # ---- build the candidates for the block's body, raw, dense and sparse; the shortest wins. The raw candidate is
-    # only a placeholder of the right length; the caller replaces its bytes by the new weights.
+    # only a placeholder of the right length; `encode` replaces its bytes by the new weights.
     device = z.device
     found = [(RAW, torch.zeros(2 * BLOCK, dtype=torch.uint8, device=device))]
     places = z.nonzero()[:, 0]

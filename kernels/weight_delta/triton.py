@@ -177,7 +177,7 @@ def _find_kernel(kinds, halves, starts, size, num_blocks, kinds_n, halves_n):
     """Compute where each block's body starts in a received message; one program handles one message.
 
     The offsets follow from the blocks' kinds and halves (bytes of the bodies / 2). `starts` receives them, in bytes
-    from the first body.
+    from the first body. `kinds_n` and `halves_n` are the strides of `kinds` and `halves` from one message to the next.
     """
     node, first, end = tl.program_id(0).to(tl.int64), 0, 0
     while first < num_blocks:
@@ -242,7 +242,8 @@ def _decode_kernel(
 ):  # fmt: skip
     """Apply the encoded changes of one block of one message to the block's old weights, in place.
 
-    Each lane handles one bit of the unary quotients, so all values of the block are decoded in parallel.
+    Each lane handles one bit of the unary quotients, so all values of the block are decoded in parallel. The arguments
+    kinds_n, halves_n, body_n and weights_n are the strides of these tensors from one message to the next.
     """
     index, node = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind = tl.load(kinds + node * kinds_n + index).to(tl.int32)

@@ -50,8 +50,9 @@ class FlagSpec(NamedTuple):
     Attributes:
         name: name of the flag, with `--`; None for the field's name with dashes.
         aliases: further names of the flag.
-        nargs: number of values of a tuple field: a fixed count, "*" or "+"; None for the number by type.
-        metavar: placeholder for the value in --help; None for a placeholder by type.
+        nargs: number of values of a tuple field: a fixed count, "*" or "+"; None for the number that the field's type
+            allows.
+        metavar: placeholder for the value in --help; None for a placeholder that follows from the field's type.
         needs: another flag without which this flag has no effect, such as `--plan`, optionally followed by the values
             that the other flag must have, such as `--optimizer sgd`. Setting this flag is an error if the other flag is
             off.

@@ -190,9 +190,9 @@ class WatchedGather(ProgramGather):
     def kept(self) -> dict[str, torch.Tensor]:
         """Return the tensors with which a checkpoint can restore the unit's resident weights, by name.
 
-        The unit must send weight deltas. The entries are this rank's row of the resident weights, the checksum of the
-        shard to which they belong, the kind of message that the next use sends, and the sizes of the last weight
-        deltas. The dict is empty if the next use sends whole weights.
+        The unit must send weight deltas. The entries are this rank's row of the resident weights, the checksum of this
+        rank's shards, by which `fits` recognizes the weights, the kind of message that the next use sends, and the
+        sizes of the last weight deltas. The dict is empty if the next use sends whole weights.
         """
         if self._loaded:
             return self._loaded
@@ -207,8 +207,8 @@ class WatchedGather(ProgramGather):
     def load_kept(self, kept: dict[str, torch.Tensor]) -> None:
         """Store resident weights of a checkpoint, which the next forward restores or drops.
 
-        It restores them if, on all ranks, they have the checksum of the unit's present weights (`fits`). Otherwise the
-        next use of the unit sends whole weights.
+        The forward restores them if, on all ranks, the checksum that was saved with them equals the checksum of the
+        unit's present weights (`fits`). Otherwise the next use of the unit sends whole weights.
 
         Args:
             kept: what the method `kept` returned when the checkpoint was saved.

@@ -132,8 +132,8 @@ class StreamQueue(CommQueue):
 
     Memory rules: memory that a task allocates belongs to the queue's stream in torch's caching allocator. If a task
     returns a tensor, the caller of `Work.wait` may use and free this tensor, because `wait` records it on the waiting
-    stream (`Tensor.record_stream`). All other tensors that a task uses, the caller's included, must stay alive until
-    some stream has waited for the task by `Work.wait`.
+    stream (`Tensor.record_stream`). All other tensors that a task uses, also those that other code has allocated, must
+    stay alive until some stream has waited for the task by `Work.wait`.
 
     Only one thread at a time may submit tasks. A task must not submit to its own queue.
 

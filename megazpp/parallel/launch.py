@@ -372,7 +372,7 @@ class Workers:
             then emulates the nodes.
     Attributes:
         end_seconds: longest time for which workers may run after the first worker has ended without an error; infinite
-            unless the user of this class sets it.
+            by default.
         processes: the started processes in the order of their ranks.
         command: program and arguments of each worker.
     """
