@@ -56,9 +56,9 @@ MEGA, GIGA, TERA = 1e6, 1e9, 1e12
 def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     """Turn a `main` function into a program's entry point, which returns the exit status.
 
-    The entry point reads the arguments from the command line, unless its caller passes them. It prints OSError,
-    ValueError and JobError as one line per problem, without a traceback. If the reader of stdout has exited, as in
-    `program | head`, the program ends silently. If the terminal is closed, the program continues without output.
+    The entry point takes the arguments from its parameter `argv`; without `argv`, from the command line. It prints
+    OSError, ValueError and JobError as one line per problem, without a traceback. If the reader of stdout has exited,
+    as in `program | head`, the program ends silently. If the terminal is closed, the program continues without output.
 
     Args:
         main: function that takes the arguments without the program name, and returns the exit status or, for 0, None.

@@ -128,7 +128,10 @@ class ProgramReduce(SummingReduce):
         self._late_sums = 0  # number of `LateSum`s that were not added to `.grad` yet
 
     def post_backward(self, *given: Any) -> None:
-        """Reduce the unit's gradients after its backward through FSDP2; see `SummingReduce.post_backward`."""
+        """Reduce the unit's gradients after its backward, by calling FSDP2's own function of this name.
+
+        FSDP2 calls this method instead; see `SummingReduce.post_backward`.
+        """
         if not in_backward():
             raise RuntimeError(
                 f"{self.unit.name} reduces its gradients outside of a backward, where ZeRO++ cannot complete them: "

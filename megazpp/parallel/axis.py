@@ -89,7 +89,7 @@ class TrafficCounter:
         return sum(t.sent_bytes for (_, a, _), t in self._traffic.items() if a == axis)
 
     def table(self) -> dict[tuple[str, str, str], Traffic]:
-        """Return a copy of the counts since the start: calls and sent bytes by (wire, axis, collective)."""
+        """Return a copy of all counts of this counter: calls and sent bytes by (wire, axis, collective)."""
         return dict(self._traffic)
 
 

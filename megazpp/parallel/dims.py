@@ -169,7 +169,8 @@ class ParallelDims:
     def own_shard(self) -> MeshAxis:
         """The shard axis for collectives in one hop: the axis `shard` itself.
 
-        For `megazpp.zeropp` on the CPU, a subclass returns an axis over a separate process group.
+        For `megazpp.zeropp` on the CPU, `GuestDims` returns an axis over a separate process group, because the program
+        may call collectives of its own group at the same time.
         """
         return self.shard
 

@@ -102,7 +102,7 @@ class Watchdog:
         self._activity = Activity()
         self._layout: Layout | None = None  # layout of the ranks, set by `watch`; None before process groups exist
         self._poll_seconds = min(POLL_SECONDS, self._later / 4)
-        self._since = time.monotonic()  # time since which this process has run without having been suspended
+        self._since = time.monotonic()  # when the present period began in which this process was not suspended
         # Times of the store's last answer, and of the last change of the heartbeat that this rank checks
         self._answered = self._beat_moved = self._since
         self._next = (place.rank + 1) % place.world_size  # rank whose heartbeat this rank checks
