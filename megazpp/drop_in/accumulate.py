@@ -67,8 +67,9 @@ class Accumulation:
         self.is_open = False
         self.ballots: list[Ballot] = []
         self._discarded = False  # True if this rank has discarded partial sums since its last vote
-        # Weak reference to the backward outside of `accumulate` that completes `.grad`, dead if an exception has ended
-        # that backward. None before that backward, after its regular end, and after `discard`.
+        # Weak reference, from `at_end_of_backward`, to the backward outside of `accumulate` that completes `.grad`. A
+        # call of the reference returns None if an exception has ended that backward. The attribute is None before that
+        # backward, after its regular end, and after `discard`.
         self._completing: Callable[[], object] | None = None
 
     @contextmanager

@@ -31,7 +31,7 @@ class trainer_callback:  # noqa: N801, because it is called like a function
 
 def _make_callback(arguments: Mapping[str, Any]) -> Any:
     """Return a callback for the Trainer of transformers that calls `zeropp` with `arguments` as keyword arguments."""
-    # transformers is an optional dependency, so this function imports it
+    # transformers is an optional dependency, so only this function imports it
     from transformers import TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 

@@ -243,8 +243,8 @@ class UnusedParameters:
     def restore_none(self) -> None:
         """Set `.grad` to None for parameters without a gradient on any rank.
 
-        Call this method after FSDP2 has set `.grad`, and after the flags of all reductions have arrived. If necessary,
-        the host waits for the device to read the flags.
+        Call this method after FSDP2 has set `.grad`, and after the flags of all reductions have arrived. If this rank
+        itself had no gradient of one of the parameters, the host waits for the device to read the flags.
         """
         unused = self._fresh - self._used
         if unused:

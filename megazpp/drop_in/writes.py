@@ -66,7 +66,7 @@ class WatchedGather(ProgramGather):
     If the program trains only some parameters of the unit, only these cross nodes after an optimizer step.
 
     Attributes:
-        watch: votes of the ranks on all units of the model; set before the first use.
+        watch: object that holds the ranks' votes on all units of the model; its constructor sets this attribute.
         ballot: last vote on this unit; None from the time at which `WriteWatch.undone` begins to yield the messages
             that this vote asks for.
     """
@@ -226,7 +226,7 @@ class WatchedGather(ProgramGather):
         """Restore the resident weights that `load_kept` got, or drop them.
 
         Args:
-            fits: True if they fit the unit's weights on all ranks.
+            fits: True if the loaded resident weights fit the unit's present weights on all ranks.
         Returns:
             False if this rank has dropped loaded weights; True if it has restored them or had none.
         """
@@ -269,7 +269,8 @@ class WatchedGather(ProgramGather):
         The communication queue of the cross axis calls this method; see `TwoHopGather._start_cross_hop` for arguments.
         """
         is_part = crossing == InterNodeMessage.DIFFERENCE and not self.secondary.sends_differences
-        # Compute checksums before `shard()` reads the weights: if the program writes in between, the next vote differs.
+        # Compute checksums before `shard()` reads the weights. If the program writes to the weights in between, they
+        # differ from the checksums, so the next vote asks to send them again.
         self._keep_sums(of_frozen=not is_part)
         weights = shard()
         if is_part:
@@ -521,9 +522,10 @@ class WriteWatch:
             gather.ballot = ballot
 
     def _restore(self) -> None:
-        """Restore the resident weights that `Handle.load` has read; drop those that do not fit a unit on all ranks.
+        """Restore the resident weights that `Handle.load` has read for each unit, if they fit the unit on all ranks.
 
-        Resident weights fit a unit if they were saved together with the unit's present weights.
+        Resident weights fit a unit if they were saved together with the unit's present weights. If those of a unit do
+        not fit on a rank, all ranks drop them.
 
         A forward calls this method, and not `Handle.load`: a program may load the model's weights after `Handle.load`.
         """

@@ -111,7 +111,7 @@ class MeshAxis:
             "local", "cross" or "world".
         wires: for all-to-alls, the wire from this rank to each rank of the axis, in axis order; None uses `wire` for
             all ranks.
-        timeline: recorder of a span for each collective; None creates a new one.
+        timeline: timeline that gets a span for each collective; None creates a new one.
         queue: communication queue in which the axis's collectives overlap with compute. None creates one on first use,
             a separate thread (CPU) or stream (CUDA).
     Attributes:

@@ -439,10 +439,11 @@ class Workers:
     def failures(self) -> dict[int, int] | None:
         """Check without blocking which worker processes have ended.
 
-        The job is over if all workers have ended, if one has failed, or GRACE_SECONDS after the first secondary failure
-        (EXIT_SECONDARY: a collective broke because another rank has ended). A worker that ends without an error has
-        passed a barrier of all ranks, so the other workers have nothing left to do. The job is therefore also over if
-        they still run `end_seconds` later: their processes were stopped, or are stuck in their exit.
+        The job is over if all workers have ended, or if one has failed with another code than EXIT_SECONDARY. A worker
+        ends with EXIT_SECONDARY if a collective broke because another rank has ended. If all failures so far are of
+        this kind, the job is over GRACE_SECONDS after the first of them. A worker that ends without an error has passed
+        a barrier of all ranks, so the other workers have nothing left to do. The job is therefore also over if they
+        still run `end_seconds` later: their processes were stopped, or are stuck in their exit.
 
         Returns:
             None while the job runs. Once the job is over, the nonzero exit codes by rank, {} if all ranks succeeded.

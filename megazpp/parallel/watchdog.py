@@ -106,7 +106,8 @@ class Watchdog:
         # Times of the store's last answer, and of the last change of the heartbeat that this rank checks
         self._answered = self._beat_moved = self._since
         self._next = (place.rank + 1) % place.world_size  # rank whose heartbeat this rank checks
-        self._alarm = threading.Event()  # either thread sets it if the job hangs; the exchange thread then exits
+        # Either thread sets this event if the job hangs. The exchange thread then ends this process after the report.
+        self._alarm = threading.Event()
 
     def start(self) -> Watchdog:
         """Start the watchdog's two threads, which run until the process exits, and return self."""
@@ -246,8 +247,9 @@ class Watchdog:
 def describe_hang(states: Mapping[int, RankState], layout: Layout | None, limit: float, *, world_size: int) -> str:
     """Return the watchdog's report about a job that hangs.
 
-    The report lists the collectives in which ranks wait, the ranks that are missing from each collective, and the
-    Python stacks of missing ranks that are in no other collective.
+    The report lists the collectives in which ranks wait, the ranks that are missing from each collective, the ranks
+    that have not answered, and the Python stacks of missing ranks that are in no other collective. If no rank waits in
+    a collective and all ranks have answered, the report has the stacks of all ranks.
 
     Args:
         states: open spans and stacks of the ranks that have answered, by rank.

@@ -121,7 +121,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
     With L ranks per node, FSDP2's rank in the data mesh is cross rank x L + local rank. To detect changed weights, each
     use compares the unit's fingerprint (`Unit.fingerprint`) with its fingerprint at the last cross-node hop.
-    Fingerprints change on the same occasions on all ranks.
+    All ranks run the same program, so a write to the weights changes the fingerprints on all of them.
 
     Args:
         unit: the sharding unit.
@@ -345,7 +345,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def lossless(self) -> LosslessCodec:
         """Wait for the last cross-node hop, and return the unit's codec of lossless deltas.
 
-        The codec's size counters then include the sizes of the last delta.
+        The codec's attribute `recent` then includes the size of the last delta.
         """
         differences = self.resident().differences
         assert isinstance(differences, LosslessCodec)

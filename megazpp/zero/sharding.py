@@ -422,8 +422,8 @@ def shard_model(
     comms: list[tuple[TwoHopGather | CountedGather | None, SummingReduce]] = []
     for unit in sharded:
         for module in unit.modules:
-            # Make FSDP2 sum gradients over ranks without a division: the loss is already divided by the global number
-            # of tokens. With one rank FSDP2 does not divide.
+            # Make FSDP2 sum gradients over ranks without a division, because the loss is already divided by a
+            # denominator of the global batch. With one rank FSDP2 does not divide.
             if unit.num_shards * replicate.size > 1:
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

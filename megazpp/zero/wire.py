@@ -297,7 +297,7 @@ class LosslessCodec:
             self._arriving = HostCopy(numbers(messages).clone())  # a view would keep all of `messages` in memory
 
     def read_counters(self) -> int:
-        """Wait for the size counters of the last lossless deltas on the host, and record the bytes in `recent`.
+        """Wait until the last lossless deltas' size counters are on the host, and record the bytes in `recent`.
 
         The next message's size is predicted from `recent`. If `learn` has not been called since the last call of this
         method, there are no new counters, and this method does nothing.
