@@ -234,12 +234,13 @@ class LosslessCodec:
     """The codec of lossless deltas: it sends the changes of a unit's 16-bit weights bit for bit.
 
     Only the device knows how many bytes a delta takes, but the host must give the message size of the collective. So
-    the host predicts the size: the bytes that the last delta needed, plus their growth since the delta before. To this
-    prediction it adds an eighth and 512 bytes. The first two messages have room for any delta: the first step of a
-    learning rate warm-up changes almost no weights, so the size of its delta predicts nothing.
+    the host predicts the size: the bytes that the last delta needed, plus their growth since the delta before, if they
+    have grown. To this prediction it adds an eighth and 512 bytes. The first two messages have room for any delta: the
+    first step of a learning rate warm-up changes almost no weights, so the size of its delta predicts nothing.
 
-    Each message contains the number of bytes that its delta needed, so all ranks of the cross axis make the same
-    prediction. The host reads this number one step later, without waiting for the device.
+    Each message contains the number of bytes that its delta needed. All ranks of the cross axis receive all messages
+    and use the largest of these numbers, so all of them make the same prediction. The host reads the numbers one step
+    later, when they have already arrived.
 
     Blocks of changes that do not fit into a message are left out. Their weights stay unchanged in the resident weights
     of every rank, including the sender's, so the next delta contains these changes.
