@@ -1,20 +1,20 @@
 /* The order of a blend's samples in C, defined in __init__.py, with the same choices as reference.py.
 
-Datasets with equal shares form a group, which takes samples from its members in turn. A group's `taken` counts how
-often all its members have had their turn, and `turn` is the next member. So all groups have different shares.
+Datasets with equal shares form a group, which takes samples from its members in turn, so all groups have different
+shares. A group's `taken` counts how often all its members have had their turn, and `turn` is the next member.
 
 The lag of a group is share * max(n, 1) - taken; the group with the largest lag provides sample n. Samples are planned
 in blocks of consecutive samples, and within a block only candidates are compared. The floor of a block is a linear
-function of n. A candidate is a group whose lag reaches the floor at the block's first or last sample, if the group
-provides no sample in between. Lags are linear functions too, up to rounding, so no other group reaches the floor within
-the block. A choice with a lag of at least the floor is therefore correct among all groups. Before a choice with a
-smaller lag the block ends.
+function of n. A candidate is a group whose lag would reach the floor at the block's first or last sample if the group
+provided no sample in between. Lags are linear functions too, up to rounding, so no other group reaches the floor within
+the block. If the candidate with the largest lag reaches the floor, its lag is therefore the largest of all groups.
+Before a sample for which no candidate reaches the floor, the block ends early.
 
-The floor affects the speed, not the result. It continues the lags of the previous block's choices: their smallest value
-minus a margin, and their slope. The slope is 0 in most blends. With nearly equal shares all lags rise together until
-every group has had its turn, and a level floor would make nearly every group a candidate. After a block that ended
-early, the floor is a lag that enough groups reach. If the next block ends early too, the floor after it is level and so
-low that the following block cannot end early.
+The floor affects the speed, not the result. It is predicted from the lags of the previous block's choices: it continues
+their smallest value, minus a margin, with their slope. The slope is 0 in most blends. With nearly equal shares all lags
+rise together until every group has had its turn, and a level floor would make nearly every group a candidate. After a
+block that ended early, the floor is a lag that enough groups reach. If the next block ends early too, the floor after
+it is level and so low that the following block cannot end early.
 */
 
 #include <math.h>

@@ -4,8 +4,8 @@ The arithmetic equals reference.py, operation by operation. Compilers vectorize 
 no calls and no branches, only conditional expressions. Where a NaN must determine the result, they compare floats as
 integers. Compile with -ffp-contract=off and without -ffast-math, because contraction and fast math change rounding.
 
-A, B: leading dims of data and messages; K: number of messages that are summed. Each struct has the fields of its
-counterpart in native.py, 8 bytes each.
+A, B: leading dims of data and messages; K: number of messages that are summed; n: elements of a row; M: bytes of a
+message. Each struct has the fields of its counterpart in native.py, 8 bytes each.
 */
 
 #include <float.h>
