@@ -7,9 +7,8 @@ masks.
 
 The launch configuration is fixed: with tiles of 4096 elements and 4 warps, each thread accesses 16 bytes at a time and
 nine programs fit on an SM. `enable_fp_fusion` is off because fused multiply-adds round differently, and its default
-differs between versions of Triton. Kernels run on the current CUDA device and stream, so
-the current device must be the device of the tensors. Set TRITON_INTERPRET=1 before the import to run the same kernels
-on CPU tensors.
+differs between versions of Triton. Kernels run on the current CUDA device and stream, so the current device must be the
+device of the tensors. Set TRITON_INTERPRET=1 before the import to run the same kernels on CPU tensors.
 """
 # Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
 # are pointers and tensors on the device.

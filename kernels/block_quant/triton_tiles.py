@@ -9,8 +9,8 @@ WHOLE is True if these elements fill the tile, so that loads and stores need no 
 Rules that keep results bit-identical on GPUs, in the interpreter and in the reference:
 - Rounding half to even adds 1.5 * 2^23: one addition, after which the low bits of the sum are the integer.
 - Maxima are computed on integer bit patterns, because a floating-point maximum drops NaN.
-- Integers become floats by inserting a byte into the mantissa of 2^23. The GPU's conversion I2F has a quarter of the
-  rate.
+- Integers become floats by inserting a byte into the mantissa of 2^23, because the GPU's conversion of integers to
+  floats (I2F) is slower.
 - bf16 is read, and scales are written, as bit patterns. GPU and torch convert NaN differently, and Triton's interpreter
   truncates where it should round.
 - Quotients are IEEE divisions, and fused multiply-adds are off (triton.py).

@@ -1,8 +1,7 @@
 """Permute the tokens of a mixture of experts: sort them by expert, copy them, and sum the experts' outputs.
 
 A token is a vector of H elements. The router chooses K experts for each of N tokens, which gives N K rows: row t K + k
-is the k-th choice of token t. Experts process the rows in an order in which the rows of each expert are
-adjacent.
+is the k-th choice of token t. Experts process the rows in an order in which the rows of each expert are adjacent.
 
 Implementations: `triton` for CUDA tensors, with one or two kernels for each function, and `reference` for all others.
 Both sort identically and use no atomic operations, so each of them reproduces its results bit for bit. Their sums

@@ -1,6 +1,7 @@
-"""TCP addresses that users give in flags and environment variables, with IPv4, IPv6 and host names. No torch.
+"""TCP addresses that users give in flags and environment variables, with IPv4, IPv6 and host names.
 
-An IPv6 address contains colons, so a text with a port has it in brackets: [fd00::1]:29500.
+An IPv6 address contains colons, so a text with a port has the address in brackets: [fd00::1]:29500. This file does not
+import torch.
 """
 
 from __future__ import annotations

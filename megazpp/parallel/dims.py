@@ -1,6 +1,6 @@
 """The device mesh of a layout, and this rank's mesh axes with their process groups.
 
-Only this file decides which process groups exist, and for models of other programs drop_in/dims.py.
+This file decides which process groups exist. For models of programs that use `megazpp.zeropp`, drop_in/dims.py does.
 
 | axis          | the ranks along the axis                      | data communicated                         |
 |---------------|-----------------------------------------------|-------------------------------------------|
@@ -22,7 +22,7 @@ A step is an optimizer step. A rank's index along shard is (cross index) x (loca
 
 Each rank is in at most one process group per axis; an axis of one rank has no group. All ranks create each group once,
 in the same order. If the shard axis spans all ranks, it uses the default process group. The groups of local, cross and
-node are created on first use, because ZeRO without two-hop communication never needs them.
+node are created on first use, because only two-hop communication needs local and cross, and only Muon needs node.
 
 The groups of NCCL have these options:
 

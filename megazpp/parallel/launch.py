@@ -14,10 +14,10 @@ start ranks on several nodes, the user must set MASTER_ADDR and MASTER_PORT.
 Security: torch's store has no authentication. Any process that can connect to it can stop the job or join it, so on a
 network it needs a firewall (SECURITY.md).
 
-This program has its own launcher instead of torch's elastic agent (torchrun) for two reasons. After a failure, the
-elastic agent ends the other workers with SIGTERM, on which our workers finish their step and save. So the agent may
-need 30 seconds. And the store of our launcher outlives every worker, so the remaining ranks can still record in the
-store which rank failed first.
+This program has its own launcher instead of torch's elastic agent (torchrun) for two reasons. First, after a failure
+the elastic agent ends the other workers with SIGTERM, and waits up to 30 seconds for them. MegaZ++'s workers would use
+this time, because they finish their step and save on SIGTERM. Second, the store of MegaZ++'s launcher outlives every
+worker, so the remaining ranks can still record in the store which rank failed first.
 
 Each worker continues its start in worker.py.
 """

@@ -21,7 +21,8 @@ hop, the partial sums of every unit before its cross-node hop, and the received 
 bit-identical with and without overlap.
 
 On CUDA, memory that one stream allocates and another stream uses must not be reused too early. The table names the
-streams and gives the reason why each buffer is safe:
+streams and gives the reason why each buffer is safe. "gather" and "reduce" are FSDP2's streams for its collectives,
+"cross" and "local" the streams of the communication queues, and "compute" is the stream of the model's layers:
 
 | buffer                     | allocated on | also used on   | safe because                                            |
 |----------------------------|--------------|----------------|---------------------------------------------------------|

@@ -35,8 +35,9 @@ So a change that was left out or rounded off is part of the next weight delta. 4
 DiLoCo (diloco/outer.py). A keyframe replaces R[n] by w of node n. Keyframes are sent at the first use, and after
 changes that are not an optimizer step.
 
-R is a view of the elements in a keyframe's messages, which the intra-node hop sends. It takes 2 P / L bytes for P
-parameters of 16 bits. Source of 4-bit deltas: SDP4Bit (arXiv 2410.15526), which keeps all weights on each rank.
+R is a view of the elements in a keyframe's messages, which the intra-node hop sends. For a model of P parameters, R
+takes 2 P / L bytes on each rank, because the L ranks of a node share 2 bytes per weight. Source of 4-bit deltas:
+SDP4Bit (arXiv 2410.15526), which keeps all weights on each rank.
 """
 
 from __future__ import annotations

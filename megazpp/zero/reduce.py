@@ -1,6 +1,6 @@
 """The reduce-scatters of gradients that replace FSDP2's, in one hop and in two.
 
-Two hops are ZeRO++'s qgZ, whose micro-batches accumulate partial sums between the hops:
+Two hops are ZeRO++'s qgZ. Between the hops, partial sums accumulate over the micro-batches of a step:
 
     gradients [N, L, S] --pack--> local all-to-all, sum over L --> partial sums [N, S], over all micro-batches of a step
     partial sums [N, S] --pack--> cross all-to-all, sum over N --> [S], once per optimizer step

@@ -7,8 +7,8 @@
 | 2     | gathered once per optimizer step  | sharded, reduced every micro-batch         | sharded   |
 | 3     | gathered for each use             | sharded, reduced every micro-batch         | sharded   |
 
-All four stages call `fully_shard`, with different settings. In stage 0 each rank is a replica that holds all shards. So
-mixed precision, parameter types and checkpoints are the same in all stages. If parameters are sharded over only one
+All four stages call `fully_shard`, with different settings. So mixed precision, parameter types and checkpoints are the
+same in all stages. In stage 0 each rank is a replica that holds all shards. If parameters are sharded over only one
 rank, stage 3 becomes stage 2 (`ZeroConfig.stage_over`). ZeRO++ is stage 3 with other collectives (gather.py,
 reduce.py).
 
