@@ -150,7 +150,10 @@ def write_durably(path: Path, content: str | bytes) -> FileSum:
 
 
 def checkpoint_digest(checkpoint: Path) -> str:
-    """Return a hash of a checkpoint's list `checksums.txt`, as 16 hexadecimal digits. It depends on all files."""
+    """Return a hash of a checkpoint's list `checksums.txt`, as 16 hexadecimal digits.
+
+    The list has the checksum of every file, so the hash differs if any file differs.
+    """
     return hashlib.sha256((checkpoint / NAME).read_bytes()).hexdigest()[:16]
 
 

@@ -153,7 +153,7 @@ class CheckpointFolder:
         return self._lock is not None
 
     def lock(self, *, patience_seconds: float = LOCK_SECONDS, say: Callable[[str], None] | None = None) -> None:
-        """Create the folder of checkpoints if needed, and lock it until `unlock` or the end of this process.
+        """Create the folder of checkpoints unless it exists, and lock it until `unlock` or the end of this process.
 
         Args:
             patience_seconds: seconds to wait for another job that holds the lock and may be about to end.
@@ -183,7 +183,8 @@ class CheckpointFolder:
 
         A save is completed if the crash came between the renames of the checkpoint and of the tracker file. Otherwise
         the next tracker of the save is deleted first and its partial checkpoint second. In the reverse order, a crash
-        between the two deletions would leave only the next tracker, and a later run would take the save for complete.
+        between the two deletions would leave only the next tracker. If the folder also has an older checkpoint of the
+        same iteration, a later run would take this checkpoint for the result of the interrupted save.
         """
         # ---- complete a save whose checkpoint already has its final name
         lines = []

@@ -183,7 +183,7 @@ SHAPE = {name: name if spec.shape is True else spec.shape for name, spec in _SPE
 # Three keys in `CheckpointMetadata.flags` are not flags. Their values are:
 SAMPLES = "samples"  # batch size, number of data ranks, and a description of the data (data/identity.py)
 IMPORTED_FROM = "imported_from"  # path of the Hugging Face folder from which the model was converted
-SCORE_PAD = "score_pad"  # padding token of a converted reward model; a text's score is that of its last other token
+SCORE_PAD = "score_pad"  # padding token of a converted reward model, which scores a text at its last other token
 # Flags that determine the training samples or their order. `data_notes` compares them when a run resumes. PLACES has
 # the flags that name the data, and TEXT those that change how a text is tokenized.
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")

@@ -184,7 +184,11 @@ class SafeReader:
                 low[0] += len(part)
 
     def _is_here(self, chunk: Chunk) -> bool:
-        """Return False if the file with this chunk of a tensor is missing on this host; otherwise True."""
+        """Return False if the file with this chunk of a tensor is missing on this host; otherwise True.
+
+        The result is also True if the index `.metadata` names no file for the chunk, so that `read_box` reads the chunk
+        and raises the error.
+        """
         found = self._index.storage_data.get(self._place_of(chunk))
         return found is None or self._exists(self.path / found.relative_path)
 

@@ -16,7 +16,8 @@ Features add more parts, in diloco/state.py and post_training/reference.py. Weig
 that `torch.distributed.checkpoint.state_dict` uses.
 
 Sharded tensors are DTensors. The checkpoint therefore contains their placement, and a run with any layout can read
-them. A key with a layout and coordinates belongs to one rank. Only a run with the same layout reads such tensors; any
+them. In a key, {layout} has sizes of the parallel layout, such as 2x4, and {coordinates} has a rank's index for each of
+these sizes, such as 1x3. A key with both belongs to one rank. Only a run with the same layout reads such tensors; any
 other run starts with new values. A rank's coordinates do not depend on its rank number, so hosts may be in another
 order. The secondary partition is saved only for lossless weight deltas, because otherwise the shards determine it.
 """
@@ -308,8 +309,8 @@ class Moments(StatePart):
         in this run, and momentum buffers are not loaded for one that Adam updates. `accept` reports such parameters.
 
         Raises:
-            DamagedError: the checkpoint lacks an optimizer state of a parameter, although it has others of this
-                parameter and has this kind for other parameters.
+            DamagedError: the checkpoint has some optimizer states of a parameter, such as exp_avg, but lacks another
+                one, such as exp_avg_sq, that it has for other parameters with the same optimizer.
         """
         parameters, targets, others = dict(self._model.named_parameters()), {}, set()
         kinds: dict[str, set[str]] = {}
@@ -360,7 +361,8 @@ class ErrorFeedback(StatePart):
     this layout, so only a run with the same layout loads these buffers. Other runs start with zeros.
 
     Attributes:
-        sources: functions that return this rank's buffers by name. Optional features append functions for theirs.
+        sources: functions that return this rank's buffers by name. An optional feature, such as DiLoCo, appends a
+            function that returns the feature's buffers.
     """
 
     def __init__(self, sharding: Sharding, dims: ParallelDims, values: RunValues) -> None:
@@ -459,7 +461,7 @@ class SecondaryPartition(StatePart):
             row = gather.new_row(self._sharding.device)
             for name, part in gather.unit.as_parameters(row).items():
                 part.copy_(loaded[name])
-            with gather.secondary.cross.counter.paused():
+            with gather.secondary.cross.counter.paused():  # bytes of a load are not traffic of training steps
                 gather.restore(row, crossing)
         if complete:
             return []

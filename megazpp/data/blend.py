@@ -5,10 +5,10 @@ source has too few sequences, the split takes a fraction of the source's tokens 
 fraction of one source into samples. With several sources, the split blends the samples. The blend is planned first, so
 that each source builds exactly as many samples as the blend takes from it.
 
-`--data-path 0.3 A 0.7 B` takes 30 % of the samples from A. Sample n comes from the dataset that is furthest behind its
-weight: the one with the largest weight * n minus the number of samples already taken from it. The first n samples of a
-split therefore have the given proportions to within one sample per dataset, for every n. The order equals Megatron's,
-also where several datasets are equally far behind.
+`--data-path 0.3 A 0.7 B` takes 30 % of the samples from A. A dataset's share is its weight divided by the sum of all
+weights. Sample n comes from the dataset that is furthest behind its share: the one with the largest share * n minus the
+number of samples already taken from it. The first n samples of a split therefore have the given proportions to within
+one sample per dataset, for every n. The order equals Megatron's, also where several datasets are equally far behind.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class TokenRange:
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Return `length` token ids of the range's sequence `index` from position `offset` on; None returns the rest.
 
-        Positions count from the first id of the sequence that belongs to the range.
+        Position 0 is the sequence's first id inside the range, also if the range begins in the middle of the sequence.
         """
         cut = self._offset if index == 0 else 0
         length = int(self.lengths[index]) - offset if length is None else length

@@ -277,7 +277,8 @@ def batch_options(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 def unigram_entropy(dataset: Samples, vocab_size: int) -> float:
     """Return the entropy of a dataset's token frequencies, in nats per token.
 
-    No model that ignores the context of a token can have a lower loss, so logs show it for comparison.
+    On this dataset, a model that ignores the context of a token cannot have a lower loss. Logs therefore show the
+    entropy next to the loss, for comparison.
     """
     counts = dataset.token_counts(vocab_size)
     shares = counts[counts > 0] / counts.sum()

@@ -7,8 +7,9 @@ The name of a file, without `.gz` or `.zst`, determines its format:
     .txt                    the file is one document
     any other name          JSON lines if the file begins with `{`, otherwise one document
 
-`read_blocks` cuts a file into blocks of complete lines, and `parse_block` extracts the texts of a block, also in
-another process. A malformed line becomes a `BadLine`, and the caller decides whether to skip it or to stop.
+`read_blocks` cuts a file into blocks of complete lines. `parse_block` extracts the texts of a block, and may run in
+another process. For a malformed line it yields a `BadLine`. `read_texts` passes this to its argument `on_bad_line`,
+which raises an error or returns to skip the line. `stop_or_skip` does either, as --on-error says.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _JSON_ADVICE = (
     "it would be read as one plain text: name it .jsonl if each line is an object (jq -c '.[]' converts an array)"
 )
 _BOM = b"\xef\xbb\xbf"
-_ENCODINGS = {  # encoding by byte order mark; UTF-32 comes first, because its mark begins with that of UTF-16
+# Encoding by byte order mark. UTF-32 comes first: its little-endian mark begins with the mark of UTF-16, and the first
+# entry that matches counts.
+_ENCODINGS = {
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
     b"\xff\xfe": "UTF-16",
@@ -120,8 +123,8 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
 
     Args:
         path: file to check.
-        keys: columns that a Parquet file must have. A plain text file is one text without columns, so `keys` may have
-            only one element for it.
+        keys: columns that a Parquet file must have. A plain text file is one text without columns, so `keys` must have
+            one element for it. The fields of JSON lines are not checked.
     Raises:
         ValueError: the file or a package for reading it is missing, the beginning of the file is damaged or of another
             format than its name says, or a column is missing.

@@ -10,8 +10,9 @@ length and the seed, so it does not depend on the number of ranks:
                     one window is the first input of the next
     shuffle index   order in which the windows become samples
 
-If less than 80 % of the last epoch's samples are needed, the last epoch is shuffled separately and comes last. No
-document is then repeated earlier than necessary.
+If less than 80 % of the last epoch's samples are needed, the last epoch is shuffled separately, and its samples come
+after the samples of all other epochs. Each document is then used equally often before the incomplete last epoch repeats
+some of the documents.
 
 Legend: S is seq_length.
 """

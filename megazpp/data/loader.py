@@ -91,7 +91,8 @@ class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
             global_batch_size: number of samples that all ranks together use in the step.
         Raises:
             ValueError: the global batch size is not a multiple of micro_batch_size * data_size.
-            Exception: building a micro-batch has failed, possibly in a thread. A note of the error names its samples.
+            Exception: building a micro-batch has failed, possibly in a thread. A note on the error names the samples of
+                this micro-batch.
         """
         step = consumed_samples, global_batch_size
         started = time.perf_counter()

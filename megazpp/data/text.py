@@ -146,8 +146,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
         vocab_size: number of pieces of the model's vocabulary.
         **options: further options of SentencePiece's trainer. The defaults are BPE, one thread, and a log of errors
             only. None leaves an option out. This matters for character_coverage: an explicit 0.9995 changes the bytes
-            of the model, and so its identity, although 0.9995 is the default. Messages name --character-coverage if
-            this option is given.
+            of the model, and so its identity, although 0.9995 is the default. If character_coverage is among the
+            options, even as None, error messages also recommend the flag --character-coverage.
     Returns:
         The content of the model's file.
     Raises:

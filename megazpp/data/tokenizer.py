@@ -422,6 +422,8 @@ class HFTokenizer(Tokenizer):
         self.eod = None if self.eod_name is None else vocabulary[self.eod_name]
         self._finds_eod = not split and self.eod in added
         self.variables = {name: str(token) for name, token in self._theirs.special_tokens_map.items()}
+        # Find the special tokens that the files put around a text. For this, encode a text that has at least one id:
+        # the special tokens are the ids before and after the ids of the text itself.
         text = next(text for text in ("a", *vocabulary) if self._encode(text))
         whole = backend.encode(text, add_special_tokens=True)
         first = whole.sequence_ids.index(0)
@@ -438,9 +440,10 @@ class HFTokenizer(Tokenizer):
     def _digest(self, split: bool) -> str:
         """Return the part of `identity` for the vocabulary, the eod, and changes that transformers makes at opening.
 
-        The string has a hash of the vocabulary files and the eod's id. If transformers changes the definition in
-        tokenizer.json when it opens the files, a hash of the changed entries is appended. The serialization of the
-        complete definition by the package tokenizers is not hashed, because it differs between versions of this
+        The string has a hash of the vocabulary files and the eod's id. In three cases, a hash of the entries that
+        `_around` returns is appended: transformers changes these entries of tokenizer.json when it opens the files, the
+        files have no tokenizer.json (unless they are only vocab.json and merges.txt), or `split` is True. The complete
+        definition is not hashed, because its serialization by the package tokenizers differs between versions of this
         package.
 
         Args:

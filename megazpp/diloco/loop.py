@@ -50,8 +50,8 @@ class LocalSteps:
             progress: iteration and samples after this step.
             last: True for the run's last step, after which all fragments synchronize.
         Returns:
-            `progress`, and True if all replica groups have waited for each other. At such a step, the caller may make
-            decisions for all ranks.
+            `progress`, and True if all replica groups have waited for each other. After such a step, the training loop
+            (training/loop.py) may decide for all ranks whether the job stops.
         Raises:
             NotFiniteError: the loss or a gradient of some group was NaN or Inf since groups last waited for each other.
                 All ranks raise this error.

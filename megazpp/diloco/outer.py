@@ -11,6 +11,7 @@ steps:
     R     += outer - R                            4-bit blocks, gathered over groups (weight deltas, zero/gather.py)
     inner  = alpha inner + (1 - alpha) R          `delay` steps later; moments of the inner optimizer do not change
 
+mu is the outer momentum, eta the outer learning rate, and alpha the fraction of its inner weights that a group keeps.
 The communication starts after the step of the synchronization and overlaps the next `delay` steps. The mean is weighted
 by the tokens that each group has trained on. Outer weights and momentum are sharded over all ranks of all groups. Each
 rank owns one of G ranges of its shard; the index of its group selects the range. So a unit needs one reduction and one
@@ -116,8 +117,9 @@ class OuterUnit(OuterRows):
 
         Args:
             weight: scalar tensor, the weight of this group's outer gradient in the mean over groups.
-            correction: task that returns a scalar factor for the sum over groups, after which the weights of the groups
-                add up to 1. Before, they do not, because no group knows the tokens of all groups when it sends.
+            correction: task that returns a scalar factor, by which the sum over groups is multiplied. It makes the
+                weights of all groups add up to 1. Without it they do not, because a group does not know the tokens of
+                other groups when it sends.
         """
         self._sent = self.pack(weight)
         self._work = self._axis.queue.submit(functools.partial(self._cross, self._sent, correction))
@@ -156,8 +158,8 @@ def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, 
         axis: mesh axis over replica groups.
         plan: DiLoCo plan of the run.
         tokens: scalar tensor, the number of tokens on which this group has trained since the fragment was last sent. It
-            is this group's weight in the mean. An asynchronous all-reduce replaces it by the sum over groups, so the
-            caller must not free or change the tensor until the synchronization is complete.
+            is this group's weight in the mean. An asynchronous all-reduce replaces it by the sum over groups, so this
+            tensor must be neither freed nor changed until the synchronization is complete (`ReplicaGroups._told`).
     """
     nominal = plan.tokens * axis.size
     weight = (tokens / nominal).float()

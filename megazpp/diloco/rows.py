@@ -1,7 +1,8 @@
 """The computation of DiLoCo's synchronizations, without communication: packing of messages, and the outer step.
 
 A rank holds R, the common copy of the outer weights, for its shard of a sharding unit. R is stored as rows [G, S], one
-row per replica group. Each row is packed into a separate message.
+row per replica group. Each row is packed into a separate message, because in a run of one job (diloco/outer.py) each
+group owns the outer weights of one row.
 
 Every operation of the outer step is rounded separately, so that all kinds of CPUs and GPUs compute the same bits.
 Therefore the code has `x.add_(y * a)`, which rounds the product and the sum. `x.add_(y, alpha=a)` may round only once
@@ -157,7 +158,8 @@ class OuterRows:
 class WholeRows(OuterRows):
     """Elastic DiLoCo's state of one sharding unit, with all outer weights and momentum of this rank's shard.
 
-    In elastic DiLoCo each replica group is a separate job that may leave, so outer states are not split over groups.
+    In elastic DiLoCo each replica group is a separate job that may leave, so outer states are not split over groups. G
+    is the nominal number of groups, whatever number of them takes part.
 
     Attributes:
         outer: [G, S] fp32 outer weights, S elements for each of G replica groups.
@@ -202,7 +204,8 @@ class WholeRows(OuterRows):
         Args:
             messages: [K, G * M] uint8 contributions, packed outer gradients, in the same order in all groups. Each has
                 G messages of M bytes, one per row of R.
-            factors: age factor of each contribution: 1, or less for a contribution that came late.
+            factors: age factor of each contribution: 1, or less for a contribution to an older version
+                (elastic/outer.py).
             correction: scalar tensor, a factor for the sum of the contributions, which makes their weights add up to 1.
         """
         mean, messages = torch.zeros_like(self.outer), messages.view(len(factors), self._num_groups, -1)

@@ -124,6 +124,7 @@ def times_of_validations(run: Run) -> np.ndarray:
     restart has repeated its iteration later.
     """
     at = times(run)
+    # Keep a row if the lowest iteration of all later rows is above the row's iteration.
     latest = np.minimum.accumulate(np.append(at[0, 1:], np.inf)[::-1])[::-1][: at.shape[1]] > at[0]
     steps = np.array([row["iteration"] for row in run.validations], dtype=np.float64)
     known = np.insert(at[:, latest], 0, 0.0, axis=1)
@@ -226,7 +227,8 @@ def same_loss_table(runs: Sequence[Run]) -> Table:
     """Return a table of the steps, tokens, hours and bytes that each run needed for a loss that all runs have reached.
 
     The common loss is the largest, over the runs, of a run's lowest validation loss. The column of a run has the values
-    at its first validation with at most the common loss. If a run has no validation, the table has only a header.
+    at its first validation whose loss is at most the common loss. If a run has no validation, the table has only a
+    header.
     """
     head = ["", *(run.name for run in runs)]
     losses = [np.array([_finite(row.get("lm_loss")) or math.inf for row in run.validations]) for run in runs]
