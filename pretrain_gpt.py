@@ -31,11 +31,11 @@ def parse(argv: list[str]) -> ParsedRun:
 
 # Wrong flags end the program here, before the imports below, which take seconds.
 answer_flags(__name__, parse, ParsedRun.answers)
-announce(__name__)
+announce(__name__)  # says on a terminal that the program imports torch, which takes seconds
 
 from megazpp.parallel.roll_call import report_tracebacks
 
-report_tracebacks()
+report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 
 from megazpp.base.flags import COMMAND_LINE
 from megazpp.base.program import Problems, leave, user_errors

@@ -50,11 +50,11 @@ def parse(argv: list[str]) -> ParsedRun:
 
 
 answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
-announce(__name__)
+announce(__name__)  # says on a terminal that the program imports torch, which takes seconds
 
 from megazpp.parallel.roll_call import report_tracebacks
 
-report_tracebacks()
+report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 
 from megazpp.base.program import Problems, launched_rank, leave, user_errors
 from megazpp.checkpoint.read import start_of

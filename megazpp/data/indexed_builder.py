@@ -140,8 +140,8 @@ def _claim(path: Path) -> BinaryIO:
         ValueError: another process has locked the file, because it is writing the same pair.
     """
     file = open(path, "ab")  # noqa: SIM115 - "wb" would truncate the file before the lock shows that it is in use
-    # The builder that held the lock may have renamed or removed the file since this function opened it. The lock is then
-    # of a file with another path or none, so compare the open file with the file at `path`.
+    # The builder that held the lock may have renamed or removed the file after `open`. The lock is then of a file with
+    # another path or none, so compare the open file with the file at `path`.
     try:
         mine = try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:

@@ -85,9 +85,11 @@ class Agent:
         self._changed, self._state_at = threading.Condition(), 0.0
         self._channel: Channel | None = None
         self.state: Record | None = None
+        # By id of a contribution: this rank's message of it, which this group has published or this rank has fetched
         self._messages: dict[str, bytes] = {}
+        # By id: description of each contribution of this group that no commit has merged yet
         self._published: dict[str, Record] = {}
-        self._flying: set[str] = set()
+        self._flying: set[str] = set()  # ids of the contributions that threads are fetching
         # By name of a group to which this rank's last connection failed: text with the group's address and the error
         self._unreached: dict[str, str] = {}
         self._failure: Exception | None = None
@@ -155,7 +157,7 @@ class Agent:
         Returns:
             the id of the contribution, which is the same on all ranks of the group.
         """
-        digest = hashlib.sha256(data).hexdigest()  # before the lock: this may take seconds, and reports need it
+        digest = hashlib.sha256(data).hexdigest()  # before the lock: this may take seconds, and reports need the lock
         with self._changed:
             cid = f"{self._hello['incarnation']}.{self._numbers}"
             self._numbers += 1

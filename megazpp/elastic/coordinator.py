@@ -67,13 +67,13 @@ class Journal:
         with _errors_named(self._path(self.term)):
             write_whole(path, copy)
         self._file = path.open("a")
-        self.append([])
+        self.append([])  # raises SupersededError if another coordinator has started a later term meanwhile
 
     def append(self, records: list[dict]) -> None:
         """Append records to the journal, and return when they are synced to disk.
 
         Raises:
-            SupersededError: a journal of a later term exists. The caller must not send these records to any rank.
+            SupersededError: a journal of a later term exists. No rank may then get a state that has these records.
         """
         with _errors_named(self._path(self.term)):
             for record in records:

@@ -486,8 +486,8 @@ class ElasticLoop:
             return False
         self.version, self.id, self.merged = found
         # Take over the loss scale too: with the initial one, about the first 30 steps in fp16 would overflow. All ranks
-        # use the scale that rank 0 has fetched. Other ranks' donors may have sent another one, because they may have
-        # taken more steps when they answered.
+        # use the scale that rank 0 has fetched. Other ranks may have fetched another one, because the ranks of that
+        # group answer at different times, and they may have taken more steps by then.
         self._trainer.values.scaler.load_state_dict(self._axis.share_object(about["loss_scale"]))
         self._writers = []
         agent.tell(version=self.version, id=self.id)
@@ -509,7 +509,10 @@ class ElasticLoop:
             return about, self.outer.dump()
 
     def _agreed(self, ready: Callable[[Record], Any]) -> Any:
-        """Wait until `ready` returns a true value for rank 0's state of the run, and return that value on all ranks."""
+        """Wait until `ready` returns a true value for rank 0's state of the run, and return that value on all ranks.
+
+        A `ready` whose result may be false, such as version 0 or False, returns it inside a tuple, which is true.
+        """
         # The other ranks wait in a collective for rank 0's value, and a collective may time out. So rank 0 shares None
         # after POLL_SECONDS without a value, and all ranks wait again.
         while True:

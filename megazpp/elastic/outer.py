@@ -103,7 +103,7 @@ class WholeOuter:
 
     @torch.no_grad()
     def apply(self, entries: Sequence[Mapping[str, Any]], contributions: Sequence[bytes], version: int) -> None:
-        """Take the outer step from `version` to the next version. The caller holds `lock`.
+        """Take the outer step from `version` to the next version. Hold `lock` during the call.
 
         Args:
             entries: the contributions of the commit: base version ("base") and tokens ("tokens") of each. Without a
@@ -158,7 +158,7 @@ class WholeOuter:
         return computing_with_rows(self.sharding, self.units, self.lock)
 
     def dump(self) -> bytes:
-        """Return a snapshot, the bytes of this rank's complete outer state. The caller holds `lock`."""
+        """Return a snapshot, the bytes of this rank's complete outer state. Hold `lock` during the call."""
         return b"".join(_as_bytes(tensor) for unit in self.units for tensor in unit.tensors)
 
     def load(self, snapshot: bytearray) -> None:

@@ -13,10 +13,10 @@ Version v of the outer weights is the result of v committed outer steps. The ste
 modulo P, where P is the number of fragments. A contribution is a group's outer gradient since version `base`, from the
 training steps that the group has taken since its previous contribution. The samples of a run are a table of G columns,
 one per nominal group, with a row per training step. A cell [column, first, stop] is a range of steps in one column. At
-any time a step is free, leased to a group, part of a published contribution, or merged by a commit. Only records change
-this, so no step is merged twice. A lease ends where a block ends. A block is the rows between two synchronizations: H /
-P rows, if each fragment synchronizes every H steps. A group trains its leases in the order in which it got them, so the
-number of steps of a contribution says which steps it has.
+any time a step is in exactly one of four states: free, leased to a group, part of a published contribution, or merged
+by a commit. Only records move a step from one state to another, so no step is merged twice. A lease ends where a block
+ends. A block is the rows between two synchronizations: H / P rows, if each fragment synchronizes every H steps. A group
+trains its leases in the order in which it got them, so the number of steps of a contribution says which steps it has.
 
 A group is joining (it has no state of the current version yet), a member, or out. Out is final for an incarnation,
 which is one start of the group's job. A member is live while all of its ranks are connected.
@@ -304,7 +304,7 @@ class Rounds:
         own = group if group is not None and group.incarnation == hello["incarnation"] else None
         if own is not None and own.status == "out":
             raise RefusedError(f"the coordinator has declared group {name} out: {own.why}; start its job again")
-        # A group that takes part has leases, which only the journal with its start lists
+        # A group that has taken part has leases. Only a journal with the record of this group's start has them too.
         if hello["joined"] and (own is None or not known):
             raise RefusedError(
                 f"group {name} has outer weights of version {version} that are not of this run: the coordinator was "
@@ -476,9 +476,9 @@ class Rounds:
     def _grant(self, name: str) -> None:
         """Lease a cell of samples to a group that asks for one.
 
-        The group gets free steps of the oldest block that has some, from its own column if possible. With
-        --diloco-wait-for-all (infinite grace) no group gets a cell of another member's column. Results then do not
-        depend on the speed of the groups.
+        The group gets free steps of the oldest block that has some. They are from the group's own column if it has free
+        steps in this block, and otherwise from the lowest column that has. With --diloco-wait-for-all (infinite grace)
+        no group gets a cell of another member's column. Results then do not depend on the speed of the groups.
         """
         group, interval, others = self.groups[name], self.rules.interval, set[int]()
         if group.reports[0]["wants"] <= group.granted:
@@ -512,7 +512,8 @@ class Rounds:
         A contribution has arrived when another group has fetched it. A round waits for the contributions of all groups
         that train, and until all live groups have fetched them. Once a quorum of groups has contributed whole
         intervals, or all groups have contributed, the round waits only during the grace. The commit then merges the
-        arrived contributions that one live group has, so that this group's death alone cannot lose the new version.
+        arrived contributions that one live group has: the group that has most of them. If any other group dies, the new
+        version can still be computed from the messages of this group.
         """
         safe = [entry for entry in self.pool.values() if self._is_safe(entry)]
         if not safe and not self.closing:  # the run ends after a last commit of each fragment, even without samples
@@ -599,7 +600,7 @@ class Rounds:
         self.news.records.append(record)
 
     def _apply(self, record: Record) -> None:
-        """Change the state of the elastic run by a record of the journal, which is new or from an earlier term."""
+        """Change the state of the elastic run by a record: a new one, or one that the coordinator's journal has."""
         match record:
             case {"run": facts, "rules": rules}:
                 before = self.rules.iterations if self.commits else 0
@@ -718,9 +719,9 @@ class Rounds:
     def _saves_last(self, name: str) -> bool | None:
         """Return True if the group `name` leaves, and no other live group can save the outer weights into its folder.
 
-        That is the case if all other live groups with this folder leave too, and each of them has reported this earlier
-        or has an older version. So of all groups that leave, at least the one that reported this last saves. The result
-        is None at the end of the run while other groups with this folder still train or save.
+        That is the case if each other live group that saves into this folder leaves too, and has reported so before
+        this group or has an older version. So of all groups that leave, at least the one that reported this last saves.
+        The result is None at the end of the run while other groups with this folder still train or save.
         """
         group, others = self.groups[name], [self.groups[other] for other in self.live - {name}]
         others = [other for other in others if other.saves == group.saves]

@@ -50,8 +50,9 @@ def states(rows: Sequence[Row]) -> dict[str, list[str]]:
 
     The states of a group are a list with one key of STATES for each version of the outer weights. Of the contributions
     that are not late, those with as many steps as the version's longest contribution count as whole intervals. Shorter
-    ones count as called early: the coordinator asked for them before the end of the group's interval. If a version has
-    merged several contributions of a group, the least late one determines the group's state.
+    ones count as called early: their group published them before the end of its interval, because other groups would
+    have waited for it. If a version has merged several contributions of a group, the least late one determines the
+    group's state.
     """
     names = sorted({name for row in rows for name in (*row["sent_bytes"], *(g["group"] for g in row["groups"]))})
     found: dict[str, list[str]] = {name: [] for name in names}

@@ -277,6 +277,7 @@ def measure_goodput(out: Path) -> str:
 def measure_network(out: Path) -> str:
     """Return the speed of two groups of two ranks on an emulated slow network, relative to the loopback."""
     step, steps, count, slow = 1.0, 30, 3, out / "network is slow"
+    # Each of a group's two ranks gets half of the rate of 100 Mbit/s.
     network = {"bits_per_second": 100e6 / 2, "round_trip_seconds": 0.1, "network_file": str(slow)}
     with Site(out, f"{TINY} {WIDE} --global-batch-size 8 --nproc 2", groups=2, steps=steps) as run:
         for name in "ab":

@@ -181,5 +181,6 @@ if __name__ == "__main__":
         slow_down_network(given)
     if given.kill_at:
         Kill(given)
-    sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]  # no JSON object: workers parse sys.argv again
+    # Remove the JSON object from sys.argv, because workers parse sys.argv again, as flags of pretrain_gpt.py.
+    sys.argv = [pretrain_gpt.__file__, *sys.argv[2:]]
     raise SystemExit(pretrain_gpt.main(sys.argv[1:]))

@@ -236,6 +236,7 @@ class EmulatedCluster:
     def _make(self) -> None:
         """Create the namespaces, then the bridge and the veth pairs, and give the nodes addresses and host names."""
         lines = [f"127.0.0.1 localhost {socket.gethostname()}"]
+        # The file names each address in two forms, because IPv6 sockets report an IPv4 address a as ::ffff:a.
         lines += [f"{form}{_address(node)} node{node}" for node in range(self.nodes) for form in ("", "::ffff:")]
         with tempfile.NamedTemporaryFile("w") as hosts:
             hosts.write("\n".join(lines) + "\n")
