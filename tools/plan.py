@@ -46,7 +46,7 @@ class ScalingConfig(Config):
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Return the flags of the command line: those of this program, and those of pretrain_gpt.py."""
+    """Return the flags of the command line: flags of this program, and flags of pretrain_gpt.py."""
     options: dict[str, Any] = {"description": __doc__, "extra": (ScalingConfig,), "common": ()}
     return parse_run_config(argv, ROOT, features=FEATURES, program="plan.py", **options)
 

@@ -49,7 +49,7 @@ class TopologyConfig(Config):
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Return the flags of the command line: those of this program, and those of pretrain_gpt.py."""
+    """Return the flags of the command line: flags of this program, and flags of pretrain_gpt.py."""
     options: dict[str, Any] = {"description": __doc__, "extra": (TopologyConfig,), "common": ()}
     return parse_run_config(argv, ROOT, features=FEATURES, program="show_topology.py", **options)
 

@@ -119,7 +119,7 @@ class GPTDataset:
     ) -> None:
         self._sequences, self._seq_length, self._vocab_size, self.name = sequences, seq_length, vocab_size, name
         self.sequence_range, self._num_samples, self._seed = sequence_range, num_samples, seed
-        # Copy the lengths, because those of a memory-mapped .idx are not aligned in memory, and numpy is then slow.
+        # Copy the lengths: in a memory-mapped .idx they are not aligned in memory, which makes numpy slow.
         lengths = np.array(sequences.lengths[slice(*sequence_range)])
         self.tokens_per_epoch = int(lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch < seq_length + 1:

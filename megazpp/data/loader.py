@@ -4,9 +4,10 @@ A sample is a window of S + 1 tokens. The first S are inputs, and the last S are
 at the tokenizer's eod token. With `--reset-attention-mask`, the ends become `document_starts`, the offsets that
 variable-length attention takes. Megatron uses an [S, S] mask instead.
 
-The number of consumed samples determines the samples of a micro-batch. Micro-batch m of data rank r takes
-`micro_batch_size` samples from `consumed + (m * data_size + r) * micro_batch_size` on. The samples that all ranks
-together use in a training step therefore do not depend on the number of ranks.
+The number of samples that were consumed before a training step determines the samples of its micro-batches. In the
+step, micro-batch m of data rank r takes `micro_batch_size` samples, from the sample with the index
+`consumed + (m * data_size + r) * micro_batch_size` on. m and r count from 0, and `data_size` is the number of data
+ranks. The samples that all ranks together use in a training step therefore do not depend on the number of ranks.
 
 Threads build the micro-batches of the next training steps. numpy and torch release Python's interpreter lock for the
 expensive parts. `BatchLoader.wait_seconds` shows whether the threads were fast enough.
@@ -45,7 +46,9 @@ class Dataset(Protocol):
 
 
 class BatchLoader(contextlib.AbstractContextManager["BatchLoader"]):
-    """Loader of one data-parallel rank's micro-batches. Its threads build those of the next training steps in advance.
+    """Loader of one data-parallel rank's micro-batches.
+
+    Its threads build the micro-batches of the next two training steps in advance.
 
     Args:
         dataset: dataset of the samples.

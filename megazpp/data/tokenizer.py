@@ -44,7 +44,7 @@ from megazpp.data.tokenizer_folder import (
     with_eos,
 )
 
-_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")  # name of a vocabulary entry of SentencePiece that encodes a single byte
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer | None:
@@ -485,6 +485,7 @@ class HFTokenizer(Tokenizer):
             return 0
         if special is None and self._has_bytes:
             return len(piece)
+        # An entry with the name of a byte piece is the byte, unless the tokenizer decodes it to its name as plain text.
         return 1 if _BYTE_PIECE.fullmatch(piece) and self.decode([token]) != piece else None
 
 

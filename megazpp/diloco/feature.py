@@ -1,4 +1,4 @@
-"""Register DiLoCo as an optional feature of pretraining; the hooks are those of `run/feature.py`."""
+"""Register DiLoCo as an optional feature of pretraining, by the hooks that `run/feature.py` defines."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Diloco(Feature):
         """Prepare a DiLoCo run, and return the functions that the trainer calls during the run.
 
         The functions synchronize replica groups after steps, evaluate the outer weights, and wait at the end for
-        synchronizations in flight. This method replaces the checkpoint parts in `trainer.states` by those of a DiLoCo
-        run. Without DiLoCo, and for elastic DiLoCo, it changes nothing, and the returned functions do nothing.
+        synchronizations in flight. This method replaces the checkpoint parts in `trainer.states` by the parts of a
+        DiLoCo run. Without DiLoCo, and for elastic DiLoCo, it changes nothing, and the returned functions do nothing.
         """
         config, plan, context = trainer.run.config, trainer.run.plan.of(DilocoPlan), trainer.run.context
         if plan is None or config.jobs > 1:

@@ -43,7 +43,7 @@ class LocalSteps:
     def after_step(
         self, launched: LaunchedStep, progress: TrainingProgress, last: bool
     ) -> tuple[TrainingProgress, bool]:
-        """Start synchronizations and merge outer weights, as due after a training step; every rank calls this.
+        """Start the synchronizations and merge the outer weights that are due after a step. Every rank calls this.
 
         Args:
             launched: training step that was launched last.

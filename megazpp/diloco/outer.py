@@ -219,7 +219,7 @@ class ReplicaGroups:
         self._tokens += tokens
 
     def after_step(self, iteration: int) -> None:
-        """Merge outer weights, and start the synchronizations of fragments, as due after training step `iteration`.
+        """Merge outer weights and start synchronizations, for the fragments that are due after step `iteration`.
 
         Call this method after the optimizer's step. After the run's last step, call `finish` instead.
         """

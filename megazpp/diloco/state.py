@@ -172,7 +172,7 @@ class OuterWeights(Weights):
 
 
 class OfReplicaGroup(StatePart):
-    """A checkpoint part of which each replica group saves its own: the moments, or the secondary partition.
+    """A checkpoint part that each replica group saves separately: the moments, or the secondary partition.
 
     The first group uses the same keys as a run without DiLoCo. Other groups add a prefix with their index.
 

@@ -327,7 +327,9 @@ class Agent:
                 channel.close()  # `_keep_connection`, whose `receive` fails now, connects again
 
     def _keep_fetching(self) -> None:
-        """Fetch this rank's messages of all contributions that it lacks: unmerged ones, and those of recent commits.
+        """Fetch this rank's messages of all contributions that it lacks.
+
+        These are contributions that no commit has merged yet, and contributions that a recent commit has merged.
 
         Each fetch has its own thread, so that a slow group delays no other fetch.
         """

@@ -174,7 +174,8 @@ class Coordinator:
             self._held = lock_for_this_job(folder / "coordinator.lock", f"--folder {folder}")
         self._say, self._journal, self._rows = say, Journal(folder), folder / "rounds.jsonl"
         self._rounds = Rounds(self._journal.records, now=time.monotonic())
-        # held while `_rounds` is used; notified when the journal has all decisions, so that ranks may know them
+        # Held while `_rounds` is used. Notified when the journal on disk has all decisions, so that the threads of
+        # `_keep_sending` may send them to the ranks.
         self._changed = threading.Condition()
         self._channels: dict[Channel, tuple[str, int]] = {}  # group and rank at the other end of each open connection
         self._ticked_at, self.ended, self.why = time.monotonic(), threading.Event(), ""

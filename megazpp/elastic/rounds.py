@@ -46,7 +46,8 @@ ASSEMBLY_SECONDS = 60.0  # limit of the wait for all ranks of a new group, and f
 # and apply them
 KEPT_VERSIONS = 8
 WHOLE = 0.8  # a contribution counts for the quorum of a round if it has at least this fraction of an interval's steps
-# Flags and data that decide what the cells and the versions of a run mean. They bind also after all groups have left.
+# Flags and data that decide what the cells and the versions of a run mean. After the first commit they must stay the
+# same, even if all groups have left.
 OF_THE_SAMPLES = (
     *("--diloco-replica-groups", "--diloco-steps", "--diloco-fragments"),
     *("--global-batch-size", "the training data"),

@@ -40,6 +40,7 @@
     return { divisor, name };
   }
 
+  // Return about `count` round values between `low` and `high` at equal distances, and their distance.
   function niceTicks(low, high, count) {
     const raw = (high - low) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(raw));
     const step = [1, 2, 5, 10].find((times) => times * power >= raw * 0.999) * power;
@@ -48,6 +49,7 @@
     return { ticks, step };
   }
 
+  // Return at most about `count` values between `low` and `high` for a logarithmic axis, such as 1, 2, 5, 10, 20.
   function logTicks(low, high, count) {
     let ticks = [];
     for (const factors of [[1, 1.5, 2, 3, 5, 7], [1, 2, 5], [1, 3], [1]]) {
@@ -110,6 +112,7 @@
   const levelsOf = (chart) => chart.key !== "lm_loss" ? []
     : [...new Set(data.runs.map((run) => run.entropy).filter((entropy) => entropy !== null))];
 
+  // Return the range [low, high] of a vertical axis for these values, with a margin. Null (not finite) is ignored.
   function rangeOf(values, scale) {
     let low = Infinity, high = -Infinity;
     for (const value of values) if (value !== null && (scale !== "log" || value > 0)) {

@@ -169,7 +169,7 @@ def weights_after_and_before_step(n: int, lr: float) -> tuple[torch.Tensor, torc
 
 
 def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> tuple[list[float], list[float]]:
-    """Return the median seconds of each function's calls after the first, and those of the first, which compiles."""
+    """Return (median seconds of each function's later calls, seconds of each function's first call, which compiles)."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     seconds = [
         [gpu_seconds(piece.run) if device == "cuda" else host_seconds(piece.run, clock) for piece in pieces]

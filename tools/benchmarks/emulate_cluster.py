@@ -51,6 +51,7 @@ FIRST_PORT = 29500
 LAST_CHARACTERS = 4000  # number of characters shown from the end of a rank's stderr
 NO_IPV6 = "echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6"  # else IPv6 neighbor discovery counts as traffic
 NAME = "echo > /proc/sys/kernel/hostname "  # command of a shell that sets the host name
+# Shell script of the process that keeps a namespace alive. It prints "ready" when the namespace can be used.
 HOLD = f"mount -t sysfs sysfs /sys; {NO_IPV6}; ip link set lo up; echo ready; exec sleep infinity"
 
 
