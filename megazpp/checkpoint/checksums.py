@@ -251,7 +251,8 @@ class _SummingFiles(FileSystem):
 class _SummingFile(io.BufferedWriter):
     """A file for torch.save that computes its size and CRC-32 during writing, and stores the OSError of a failed write.
 
-    torch.save replaces this error by one that names a line in torch's source, so the cause would be lost.
+    torch.save replaces this OSError by an error that names only a line in torch's source. `_SummingFiles` raises the
+    stored OSError instead, so that the user sees the cause, such as a full disk.
 
     Attributes:
         size: number of bytes written.

@@ -252,7 +252,7 @@ class Epochs(NamedTuple):
         epochs: number of epochs.
         samples: number of samples in all epochs.
         before_last: number of samples in all epochs except the last.
-        separate: True if the last epoch is shuffled separately, because only a part of its samples is needed.
+        separate: True if the last epoch is shuffled separately, because less than 80 % of its samples are needed.
     """
 
     epochs: int

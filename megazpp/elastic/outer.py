@@ -193,7 +193,7 @@ class WholeOuter:
 
     @torch.no_grad()
     def set_values(self, name: str, values: Mapping[str, Any]) -> None:
-        """Replace one part of the outer state, as from a checkpoint.
+        """Replace one part of the outer state by the values of a checkpoint.
 
         Args:
             name: "rows" for R (the common copy of the outer weights), "outer" for the outer weights, or "momentum" for

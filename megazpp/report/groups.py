@@ -67,7 +67,11 @@ def states(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def groups_table(rows: Sequence[Row]) -> Table:
-    """Return the report's table of an elastic DiLoCo run, with a row of totals for each replica group."""
+    """Return the report's table of an elastic DiLoCo run, with a row of totals for each replica group.
+
+    The totals are the group's merged contributions and their steps, the steps that were merged late, how often the
+    group went out of the run, the seconds for which its contributions waited for a commit, and the MB that it sent.
+    """
     head = ["group", "versions", "steps", "of these late", "times out", "waiting, s", "MB sent"]
     table = [head]
     for name, of_group in states(rows).items():

@@ -155,8 +155,9 @@ class Kill:
     def _reach(self, owner: Any, *args: Any) -> None:
         """Kill the job at its point of a round, unless the job has reached the point too early.
 
-        Too early are the first UNDISTURBED rounds; for the point "in the middle of the interval", also the steps before
-        this middle; and for points of sending, also messages outside of a round, such as those for a group that joins.
+        Every point is too early in the first UNDISTURBED rounds. The point "in the middle of the interval" is also too
+        early before this middle. A point of sending is also too early outside of a round, because the message may then
+        be for a group that joins.
         """
         if self._rounds < UNDISTURBED or (self._method in ("_serve", "send_data") and not self._in_round):
             return
