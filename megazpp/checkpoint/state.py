@@ -456,6 +456,7 @@ class SecondaryPartition(StatePart):
             sent = loaded.get(gather.crossing_key)
             crossing = InterNodeMessage.KEYFRAME if sent is None else InterNodeMessage(int(sent))
             if crossing == InterNodeMessage.KEYFRAME or any(p.name not in loaded for p in gather.unit.parameters):
+                # Nothing is missing if the run that saved the checkpoint would itself have sent complete weights next.
                 complete = complete and crossing == InterNodeMessage.KEYFRAME and sent is not None
                 continue
             row = gather.new_row(self._sharding.device)

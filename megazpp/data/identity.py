@@ -5,7 +5,7 @@ the description as a JSON object in its run.json:
 
     count           number of training samples
     order           digest of the samples in their order. Another `count` changes the digest only if it changes the
-                    order of the samples, because it needs another number of epochs
+                    order of the samples, for example by another number of epochs
     sources         `Source` (data/gpt_dataset.py) of each dataset
     valid, test     digest and number of the held-out samples; null without such data
     per_prompt      number of training samples per prompt if the run samples completions; otherwise 1. It is the number

@@ -148,6 +148,7 @@ class OuterRows:
             flat, size = shard.view(-1), segment.size
             if size == 0:
                 continue
+            # The shard fills this segment's columns in the first `full` rows, and then in a part of the next row.
             full = flat.numel() // size
             if full:
                 yield rows[:full, segment.start : segment.stop], flat[: full * size].view(full, size)

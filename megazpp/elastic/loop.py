@@ -164,6 +164,7 @@ class ElasticLoop:
         self._cell = [column, step + 1, stop] if step + 1 < stop else None
         goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
         self._last_step_at = time.monotonic()  # after the wait for samples in `_decide`, which is no time of a step
+        # The result of an earlier contribution is merged `delay` steps after it, but before the next contribution.
         if self._published is not None and (self._steps >= self.outer.plan.delay or not goes_on):
             self._merge(progress, leaves=leaves)
         if goes_on:
@@ -174,6 +175,8 @@ class ElasticLoop:
             self._say(f"{self._steps} steps of this group are not published; others will train their samples again")
             return self._progress(progress), True
         self._publish()
+        # With a delay, the group trains on while its contribution waits for the commit, provided that it gets samples.
+        # Otherwise it waits for the commit here.
         if self.outer.plan.delay and not leaves:
             self._cell = self._cell or self._axis.share_object(self._ask(lambda state: state["exhausted"]))
         if leaves or not self.outer.plan.delay or self._cell is None:
