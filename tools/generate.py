@@ -177,7 +177,7 @@ class Starts:
         kept = max(longest - self._tokens, first + 1)
         if self._cuts and kept < len(ids):
             self._say(f"note: {name} is truncated from {len(ids)} tokens to its last {kept}")
-            ids = ids[:first] + ids[first - kept :]
+            ids = ids[:first] + ids[first - kept :]  # the special tokens at the beginning, and the last other tokens
         elif len(ids) + self._tokens > longest:
             self._say(
                 f"note: {name} and its continuation exceed the model's {longest} tokens, so each token attends only to "

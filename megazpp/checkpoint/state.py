@@ -104,8 +104,8 @@ class RunValues:
         scaler: loss scaler of the run.
         guard: detector of loss spikes, which stores losses of earlier steps; None if the run has no detector.
     Attributes:
-        saved_scale: loss scale in the loaded checkpoint. The checkpoint's error feedback is multiplied by this scale.
-            Before a load, `saved_scale` is the current loss scale.
+        saved_scale: loss scale in the loaded checkpoint. The error feedback in the checkpoint contains this scale as a
+            factor, as gradients do. Before a load, `saved_scale` is the current loss scale.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: LossScaler, guard: Stateful | None = None) -> None:

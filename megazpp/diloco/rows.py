@@ -210,6 +210,8 @@ class WholeRows(OuterRows):
             correction: scalar tensor, a factor for the sum of the contributions, which makes their weights add up to 1.
         """
         mean, messages = torch.zeros_like(self.outer), messages.view(len(factors), self._num_groups, -1)
+        # `unpack_sum` adds up messages without factors. So it adds up all contributions with the factor 1 in one call,
+        # and each other contribution is unpacked alone and multiplied by its factor.
         fresh = [message for message, factor in zip(messages, factors, strict=True) if factor == 1.0]
         if fresh:
             self.gradients.unpack_sum(torch.stack(fresh), mean, accumulate=False)

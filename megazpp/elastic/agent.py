@@ -249,6 +249,8 @@ class Agent:
 
     def _keep_connection(self) -> None:
         """Receive states of the run from the coordinator, and connect again when the connection is lost."""
+        # Until this time, a refusal that may pass is followed by another attempt. The coordinator refuses the name of a
+        # group whose earlier job has died, until it has removed that job.
         refused_until, lost = time.monotonic() + 3 * HEARTBEAT_SECONDS, False
         while not self._closed:
             channel = self._connect(lambda error: False)

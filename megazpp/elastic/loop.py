@@ -447,6 +447,7 @@ class ElasticLoop:
         if self._all_merged:
             return at
         steps = self._published_steps + self._steps
+        # Stay below the last iteration, at which the training loop would end before all samples are merged.
         iteration = min(at.iteration + steps, self._rules.iterations - 1)
         scheduled = at.scheduled_samples + steps * size * min(self._live, self._rules.groups) // self._rules.groups
         return at._replace(iteration=iteration, consumed_samples=iteration * size, scheduled_samples=scheduled)

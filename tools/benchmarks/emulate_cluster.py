@@ -206,6 +206,7 @@ class EmulatedCluster:
         """Change the limit of all uplinks in both directions. Jobs may be running meanwhile."""
         bits = parse_rate(rate)
         for node in range(self.nodes):
+            # A filter limits only what a device sends, so both ends of a veth pair get one.
             for where, device in ((node, "eth0"), (self.nodes, f"node{node}")):
                 if bits is None:
                     self.run(where, f"tc qdisc del dev {device} root 2>/dev/null || true")
