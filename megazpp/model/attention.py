@@ -52,7 +52,7 @@ class AttentionInputs:
         rotary: (cos, sin) of the rotary angles, each [S, B or 1, 1, rotated channels] fp32; None without rotary
             embeddings.
         mask: [B, 1, S, keys] bool, True where a query attends to a key, or the additive mask that `shared_mask`
-            returns; None without a mask.
+            returns; [1, 1, S, keys] if all sequences have the same mask; None without a mask.
         document_starts: [documents + 1] int32 offsets of the documents in the B x S flattened tokens, for the kernel of
             attention inside documents (see backends.py); None without documents or without this kernel.
         places: [B, S] int64 positions in the key-value cache at which new keys and values are stored; None without a
@@ -169,7 +169,8 @@ class SelfAttention(nn.Module):
 
         Args:
             q: [S, B, heads, D] queries.
-            k: [keys, B, groups, D] keys, where `keys` is S plus the number of tokens from the key-value cache.
+            k: [keys, B, groups, D] keys, where `keys` is S or, with earlier tokens in a key-value cache, the number of
+                cached positions that attention reads (`KVCache.mask_length`).
             v: [keys, B, groups, D] values of the same tokens.
             inputs: attention mask, and offsets of documents.
 
@@ -439,7 +440,7 @@ def masked_attention(
         q: [B, heads, S, D] queries.
         k: [B, groups, keys, D] keys.
         v: [B, groups, keys, D] values.
-        mask: [B, 1, S, keys], either bool (True where a query attends to a key) or the result of `shared_mask`.
+        mask: [B or 1, 1, S, keys], either bool (True where a query attends to a key) or the result of `shared_mask`.
         dropout: dropout rate of the attention probabilities.
         scale: number by which scores are multiplied before the softmax; None for 1 / sqrt(D).
 

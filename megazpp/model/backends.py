@@ -67,8 +67,8 @@ def mask_reason(config: GPTConfig, *, capability: tuple[int, int] | None, dtype:
 def find_document_kernel(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> DocumentKernel | None:
     """Return the kernel with which `device` computes attention inside documents or inside a sliding window.
 
-    Returns None if this kernel does not support the device, the dtype or the model. The caller then passes attention
-    masks to torch's general kernel.
+    Returns None if this kernel does not support the device, the dtype or the model. `GPTModel` then makes attention
+    masks, which `masked_attention` passes to torch's scaled_dot_product_attention.
     """
     return None if mask_reason(config, capability=capability(device), dtype=dtype) else variable_length
 

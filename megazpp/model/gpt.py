@@ -367,8 +367,8 @@ class TransformerLayer(nn.Module):
             losses returns (residual stream, router losses [B]).
         """
         if cache is not None:
-            # A forward without a mask reads prompts. This happens only once, so compiling for it does not pay. A
-            # compiled graph cannot contain a cache in host memory.
+            # A forward without a mask reads prompts into an empty cache. This happens only once per cache, so compiling
+            # for it does not pay. A compiled graph cannot contain a cache in host memory.
             eager = inputs.mask is None or cache.on_host
             return self._run(x, inputs, cache=cache) if eager else self._marked_and_run(x, inputs, cache)
         if not (self.recompute and self.training):

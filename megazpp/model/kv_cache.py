@@ -72,8 +72,9 @@ class KVCache:
     def mask(self, positions: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
         """Return the attention mask of a forward, [B, 1, S, keys] bool, True where a token attends to a key.
 
-        There are B rows with S new tokens each. `keys` is the number of cached positions that attention reads. None
-        means that plain causal attention among the new tokens is correct, because the cache is empty.
+        There are B rows with S new tokens each. `keys` is the number of cached positions that attention reads. The
+        result is None if plain causal attention among the new tokens gives the same result as a mask: the cache is
+        empty, and the new tokens do not exceed the window.
 
         Args:
             positions: [B, S] positions of the new tokens in the cache.

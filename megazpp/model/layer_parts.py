@@ -3,8 +3,8 @@
 Recomputation: selective recomputation puts a norm (or an activation) and the matrix product that follows it into one
 checkpoint. Autograd then stores only the norm's input. Backward recomputes the norm but not the matrix product:
 non-reentrant checkpointing stops once it has recomputed all saved tensors, and the last one is the input of the matrix
-product. A checkpoint inside torch.compile recomputes everything that it contains, so there the matrix product is left
-outside.
+product. A checkpoint inside torch.compile recomputes everything that it contains. In compiled code the checkpoint
+therefore contains only the norm, and not the matrix product.
 
 Dropout: tensor-parallel (tp) ranks hold different attention heads and, with sequence parallelism, different slices of
 the sequence. The dropout masks of such tensors must differ between ranks. They come from torch's default generator,
@@ -139,8 +139,8 @@ class Norm(nn.Module):
     def read_weights(self) -> tuple[torch.Tensor, ...]:
         """Return the factors of the norm, and the bias if it is a LayerNorm, as local tensors for `forward`.
 
-        An activation checkpoint inside a compiled graph cannot take DTensors, so callers pass local tensors into it.
-        With --apply-layernorm-1p the factors are the stored weight plus 1.
+        An activation checkpoint inside a compiled graph cannot take DTensors, so `normed` passes these local tensors
+        into it. With --apply-layernorm-1p the factors are the stored weight plus 1.
         """
         weight = local(self.weight) + 1.0 if self.one_plus else local(self.weight)
         return (weight,) if self.kind == "RMSNorm" else (weight, local(self.bias))
@@ -203,7 +203,7 @@ def recomputed(
         cheap: function to recompute, such as a norm, an activation or the attention core.
         args: arguments of `cheap`.
         then: function with the matrix product that follows, which is not recomputed; None if there is none.
-        when: True to recompute; False to store the results as usual.
+        when: True to recompute; False to let autograd store what the backward of `cheap` needs.
         draws: True if `cheap` samples from torch's default generator, whose state the recomputation must then repeat.
         in_graph: True if torch.compile may put the checkpoint of `cheap` into its graph. Attention with DTensor
             parameters must stay outside: torch 2.13 passes the generator's state to the recomputation, and confuses it
@@ -293,9 +293,9 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class SharedGenerator:
-    """Random generator of dropout masks that must be equal on all tensor-parallel ranks of a data-parallel rank.
+    """Random generator of dropout masks that must be equal on all tensor-parallel ranks with the same data.
 
-    Its state differs between data-parallel ranks.
+    The generator's state is equal on these ranks, and differs between data-parallel ranks.
 
     Args:
         device: device on which dropout masks are drawn.
@@ -358,8 +358,9 @@ class Dropout(nn.Module):
     def draw(self, like: torch.Tensor) -> torch.Tensor | None:
         """Sample a dropout mask for a tensor in the shape of `like` from the generator that tp ranks share.
 
-        A compiled layer cannot use the shared generator, so its caller samples the mask beforehand and passes it to
-        `forward`. Returns None if no shared generator is used; `forward` then calls torch's dropout.
+        A compiled layer cannot use the shared generator. So `TransformerLayer` samples the mask before it runs compiled
+        code, which passes the mask to `forward`. Returns None if no shared generator is used; `forward` then calls
+        torch's dropout.
         """
         return _draw(like, self.rate, self.shared) if self._agrees() else None
 

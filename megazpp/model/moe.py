@@ -155,7 +155,8 @@ class MoE(nn.Module):
         super().__init__()
         tp, self.sequence_parallel = settings.tp, settings.sequence_parallel
         self.tp, self.ep = tp, settings.ep
-        # The load that --plan assumes: number of rows of this rank's experts, divided by the mean over all experts.
+        # The load that --plan assumes: mean number of rows per expert of this rank, divided by the mean over all
+        # experts of the layer.
         self.planned_load = 1.0
         # Length of a complete sequence, divided by the number of its tokens in the input of `forward` on this rank
         self.length_factor = settings.cp.size * (tp.size if self.sequence_parallel else 1)
@@ -182,8 +183,8 @@ class MoE(nn.Module):
                 parallelism over T ranks.
             kept: an empty `Kept` in which a forward stores the router's decisions, or the filled one, whose decisions a
                 recomputation repeats. None without recomputation.
-            counted: tokens that the router's losses include: ([S, B] fp32, 1 for such a token of any tp rank; [B] fp32,
-                their number in the complete sequence). None if all tokens count.
+            counted: tokens that the router's losses include: ([S, B] fp32 with the tokens of all tp ranks, 1 for such a
+                token and 0 for any other; [B] fp32, their number in each complete sequence). None if all tokens count.
 
         Returns:
             The output in the shape of `x`, and this rank's partial sum of each sequence's router losses, [B] fp32. The
@@ -253,8 +254,8 @@ def plan_routes(
         ep: expert-parallel axis.
         num_experts: number of experts per ep rank.
         kept: object in which a forward stores the numbers of rows, and from which a recomputation takes them.
-        planned_load: rows of this rank's experts, divided by the mean over all experts. Used only by --plan, whose
-            tensors have no values.
+        planned_load: mean number of rows per expert of this rank, divided by the mean over all experts. Used only by
+            --plan, whose tensors have no values.
     """
     rows = sort_rows(choice.flatten(), ep.size * num_experts)
     counts = rows.counts.view(ep.size, num_experts)
@@ -293,7 +294,7 @@ def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Size
         rows: number of rows per rank: tokens times experts per token.
         ranks: number of expert-parallel ranks.
         num_experts: number of experts per rank.
-        load: rows of this rank's experts, divided by the mean over all experts.
+        load: mean number of rows per expert of this rank, divided by the mean over all experts.
     """
     least, more = divmod(rows, ranks * num_experts)
     each = [least + (expert < more) for expert in range(ranks * num_experts)]

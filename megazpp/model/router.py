@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
     Attributes:
         send: [P] number of rows that this rank sends to each ep rank.
         receive: [P] number of rows that this rank receives from each ep rank.
-        rows: [E / P] number of rows of each expert of this rank.
+        rows: [E / P] number of rows that each expert of this rank receives, from all ep ranks together.
     """
 
     send: list[int]
@@ -77,9 +77,10 @@ class Router(nn.Module):
     the balance loss, forward all-reduces counts [B, E] over tp and over cp, because their ranks hold different tokens
     of a sequence.
 
-    On CUDA the kernels of kernels/router compute the same in few launches. They do not support `counted`, nor a balance
-    loss whose sequences are split over ranks. With these kernels the gradient of the logits is rounded to the dtype of
-    x before the matrix products with x and with the weight, as in all other layers.
+    On CUDA the kernels of kernels/router compute the same in few launches. They support neither the argument `counted`
+    of `forward`, nor a balance loss whose sequences are split over tp or cp ranks. With these kernels the gradient of
+    the logits is rounded to the dtype of x before the matrix products with x and with the weight, as in all other
+    layers.
 
     Args:
         config: config of the model.
@@ -126,8 +127,8 @@ class Router(nn.Module):
             x: [S, B, H], vectors of this rank's S tokens in each of B sequences.
             kept: an empty `Kept` in which a forward stores its decisions, or the filled one, whose decisions a
                 recomputation repeats. None without recomputation.
-            length: number of tokens of a complete sequence, on all tp and cp ranks together; [B] if sequences have
-                different numbers of counted tokens.
+            length: number of tokens of a complete sequence, on all tp and cp ranks together. With `counted` a tensor
+                [B] instead: the number of tokens of each complete sequence that the losses include.
             counted: [S, B] fp32, 1 for tokens that the losses include, 0 for other tokens; None if all tokens count.
         """
         kept = kept or Kept()
@@ -153,7 +154,11 @@ class Router(nn.Module):
         return Routing(choice.flatten(0, 1), self._weight(logits, scores, choice).flatten(0, 1), loss)
 
     def _kernels(self, x: torch.Tensor) -> ModuleType | None:
-        """Return the module with Triton's router kernels for tokens `x`; None if PyTorch's operations must be used."""
+        """Return the module with Triton's router kernels for tokens `x`; None if PyTorch's operations must be used.
+
+        The kernels cannot sum the counts of a balance loss over tp or cp ranks. `find_router` documents the other cases
+        in which the result is None.
+        """
         splits = any(axis.size > 1 for axis in self.sequence_axes)
         return None if splits and self.balance_coefficient > 0.0 else find_router(x, self.num_experts)
 
@@ -205,9 +210,9 @@ class Router(nn.Module):
     def add_summed_totals(self, totals: torch.Tensor) -> None:
         """Add this router's totals of a training step, summed over ranks, to its sum for the metrics.
 
-        The totals have the form of the result of `take_totals`: [2 E + 2] for E experts. The update of the expert bias
-        calls this in each step. It needs the totals of one step, which `take_totals` resets, while the metrics need the
-        sum over all steps since the last log line.
+        The totals have the form of the result of `take_totals`: [2 E + 2] for E experts. `update_expert_bias_` calls
+        this method in each training step, because it takes the totals of every single step by `take_totals`, which
+        resets them. The metrics need the sum over all steps since the last log line, which this method adds up.
         """
         self._summed = totals if self._summed is None else self._summed + totals
 
@@ -356,7 +361,8 @@ class _FusedRouter(torch.autograd.Function):
 def biased_routers(model: nn.Module) -> list[Router]:
     """Return the routers of `model` whose expert bias changes with each optimizer step; [] if there are none.
 
-    A bias is constant if its update rate is 0. It is also constant in a frozen model, which registers no buffers.
+    A bias is constant if its update rate is 0. It is also constant in a frozen model: there the bias is a plain tensor
+    instead of a registered buffer (`WeightReader.fill_buffers` in packed_weights/reader.py).
     """
     routers = [module for module in model.modules() if isinstance(module, Router) and module.bias_update_rate > 0.0]
     return [router for router in routers if any(name == "expert_bias" for name, _ in router.named_buffers())]
@@ -405,7 +411,7 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
         model: model whose routers are read. Their totals are reset.
         sum_over_ranks_: function that sums a tensor in place over all ranks, and returns it.
     """
-    # ---- get the totals of all routers, and sum them over ranks, unless the update of expert biases has summed them
+    # ---- get the totals of all routers, and sum them over ranks, unless `update_expert_bias_` has summed them already
     routers = [(name, module) for name, module in model.named_modules() if isinstance(module, Router)]
     summed = {name: totals for name, router in routers if (totals := router.take_summed_totals()) is not None}
     found = summed or {name: totals for name, router in routers if (totals := router.take_totals()) is not None}

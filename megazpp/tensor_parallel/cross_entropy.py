@@ -58,8 +58,8 @@ def linear_cross_entropy(
     the logits of the last chunk and recomputes all others.
 
     Collectives on tp: forward has a max all-reduce of one number per token, and a sum all-reduce of two or three
-    numbers per token. Backward has none. So the gradient of `x` is partial on each rank, and the caller must sum it
-    over tp.
+    numbers per token. Backward has none, so the gradient of `x` is partial on each rank. In `GPTModel`, the backward of
+    `enter_region`, whose result is `x`, sums this gradient over tp.
 
     Args:
         x: [..., H] output of the last layer, the same on all ranks of tp.
@@ -160,6 +160,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunks, blocks = _plan_chunks(settings, weight.shape[0], len(x), x.element_size())
         logits: torch.Tensor | None = None
         score = torch.zeros(labels.shape, dtype=torch.float32, device=x.device)
+        # Row 0 stands for no chunk. Its values (a normalizer of -inf, an entropy of 0) do not change any result, and
+        # give a rank without chunks a row too.
         normalizers, entropies = (score.new_full((1 + len(chunks), len(x)), value) for value in (float("-inf"), 0.0))
         distribution = _distribution if settings.fuse is None else settings.fuse(_distribution)
 
@@ -261,7 +263,7 @@ def _distribution(
 def _gradient_(logits: torch.Tensor, normalizer: torch.Tensor, scale: torch.Tensor, temperature: float) -> None:
     """Overwrite logits with their gradient for the loss of `linear_cross_entropy`.
 
-    The values in the columns of the labels are not yet the gradient: the caller replaces them.
+    The values in the columns of the labels are not yet the gradient: `_LinearCrossEntropy.backward` replaces them.
 
     Args:
         logits: [n, C] logits of n tokens in one chunk; they become scale * softmax(logits / temperature).

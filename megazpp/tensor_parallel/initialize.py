@@ -4,7 +4,7 @@ Every rank fills each unsharded parameter by a random generator with a seed from
 and keeps only its shard. So weights do not depend on the number of ranks or their placement. An expert's matrix has a
 separate generator with a seed from (seed, name, expert), so that a rank generates only experts whose rows it holds.
 
-GPUs of different models may generate different numbers from one seed, because CUDA's generator depends on the number of
+GPUs of different types may generate different numbers from one seed, because CUDA's generator depends on the number of
 multiprocessors. Therefore `share_parameters_` copies the values from one rank to all ranks that hold the same shard.
 """
 
@@ -96,7 +96,7 @@ def _draw_experts_(
 def share_parameters_(model: nn.Module, *copies: MeshAxis, tp: MeshAxis, device: torch.device) -> None:
     """Copy randomly initialized parameters from one rank to all ranks that hold the same shard.
 
-    The ranks may have generated different numbers, if their GPUs are of different models.
+    Without this copy, ranks with GPUs of different types could hold different values, see the top of this file.
 
     Args:
         model: model whose parameters are updated in place.

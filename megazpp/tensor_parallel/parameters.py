@@ -67,8 +67,8 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[None]:
     """Return a context in which modules hold local tensors, as `local` returns them, instead of DTensor parameters.
 
-    The caller runs a graph of torch.compile in this context. A graph could take DTensors itself, but it would unwrap
-    each parameter, and wrap each gradient, in a dozen Python calls.
+    `TransformerLayer` runs its graph of torch.compile in this context. A graph could take DTensors itself, but it would
+    unwrap each parameter, and wrap each gradient, in a dozen Python calls.
 
     Args:
         places: for each parameter to replace, the parameter dict of its module and its name there, see `places_of`.
@@ -182,7 +182,8 @@ def partial_parameters(model: nn.Module) -> frozenset[str]:
 def sum_partial_gradients_(parameters: Iterable[torch.Tensor], tp: MeshAxis) -> None:
     """Sum partial gradients over tensor-parallel ranks in place, with a single all-reduce.
 
-    Call this function once per optimizer step, for example for norms under sequence parallelism.
+    Call this function once per optimizer step, after the last backward. Norms, for example, have partial gradients
+    under sequence parallelism, because each rank computes them from its own slice of the sequence.
 
     Args:
         parameters: parameters whose `.grad` is partial on each tensor-parallel rank. All gradients have one dtype.
