@@ -19,8 +19,8 @@ would do:
                          bit-identical
 
 An update runs during the next forward. A gather of a unit waits only for the update of this unit. An update writes
-through tensors with separate version counters, so that `Unit.fingerprint` still shows only a program's writes. Call
-`HostMemory.settle` before other code reads weights, moments or gradients.
+through tensors with separate version counters, so that `Unit.fingerprint` changes only if other code than the optimizer
+writes to the weights. Call `HostMemory.settle` before other code reads weights, moments or gradients.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class HostMemory(DeviceStates):
     def _new_queue(self) -> CommQueue:
         """Return the queue that runs the optimizer updates which use one of the slots of device memory.
 
-        On CUDA the queue is a stream. On the CPU it is a thread if gathers overlap with the compute; otherwise the
-        caller runs each update at once.
+        On CUDA the queue is a stream. On the CPU it is a thread if gathers overlap with the compute. Otherwise the
+        queue runs each update inside the call of `submit`.
         """
         if self.device.type == "cuda":
             return StreamQueue()
@@ -210,7 +210,7 @@ class HostMemory(DeviceStates):
     def take_sum_slot(self) -> SumSlot:
         """Return the least recently used of the slots for partial sums of gradients.
 
-        The caller must wait for the slot's `used_by` before it writes to the slot.
+        Before `HostedTwoHopReduce._hop_inside` writes to the slot, it must wait for the slot's `used_by`.
         """
         self._sum_slots.append(self._sum_slots.pop(0))
         return self._sum_slots[-1]
@@ -376,7 +376,9 @@ class HostShard:
         return torch.cat([norms, *[parts[place] for place in self._partial_places]])
 
     def finish(self, taken: Work[torch.Tensor]) -> None:
-        """Store the norms and partial gradients that `take` has returned; the schedule calls this after a backward.
+        """Store the norms and partial gradients that `take` has returned.
+
+        `ReduceSchedule` calls this method at the end of the backward.
 
         Args:
             taken: task of a call of `take`. If that call did not complete the step's gradients, nothing is stored.

@@ -1,8 +1,9 @@
 """LoRA adapters for tensor-parallel linear layers: a layer's output becomes y + scale (x A) B^T.
 
-Only A and B are trained; the layer's own weight is frozen. r is the rank of the adapter, and T the number of tp ranks.
-One of the two matrices is split over the tp ranks in the same dimension as the layer's weight. The other matrix is
-complete on every tp rank, and each rank computes only a partial gradient of it, which has to be summed over tp:
+Only A and B are trained; the layer's own weight is frozen. r is the rank of the adapter, T the number of tp ranks, and
+`in` and `out` are the layer's inputs and outputs over all tp ranks. One of the two matrices is split over the tp ranks
+in the same dimension as the layer's weight. The other matrix is complete on every tp rank, and each rank computes only
+a partial gradient of it, which has to be summed over tp:
 
 | base layer      | A            | B            | x A on each rank  | partial gradient |
 |-----------------|--------------|--------------|-------------------|------------------|
@@ -38,8 +39,8 @@ _AT_ONCE = 1 << 18  # number of weight elements that `merged` computes at a time
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Return a context in which a model with adapters computes the same function as before training.
 
-    A new adapter is then left out, and an adapter of --lora-load has its loaded values. This lets a policy with LoRA be
-    its own reference model.
+    Inside the context a new adapter adds nothing, and an adapter of --lora-load computes with its loaded values instead
+    of the trained ones. This lets a policy with LoRA be its own reference model.
     """
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     for adapter in adapters:
@@ -64,7 +65,7 @@ class LowRankAdapter(Adapter):
         dropout: dropout module that is applied to the adapter's input.
     Attributes:
         reference: matrices A and B that the adapter uses while it is not enabled. With None, an adapter that is not
-            enabled is left out.
+            enabled adds nothing to the base layer's output.
     """
 
     def __init__(self, linear: Linear, out_features: int, *, rank: int, scale: float, dropout: nn.Module) -> None:

@@ -314,6 +314,8 @@ def with_adapter(model: Model, folder: Path) -> Model:
     pieces = {name: piece for name, piece in (model_pieces(config) | {HEAD: same(_SCORE)}).items() if name in ours}
     theirs = to_files(architecture, split_all(pieces, ours))
     # ---- apply the adapter: collect the weights that it replaces, and the LoRA layers, which are merged when read
+    # With tied embeddings the model has no lm_head.weight, so compare that tensor with the word embedding. A base
+    # weight in the adapter's files (`plain`) replaces the model's weight only if their values differ.
     tied = {*pieces[WORDS].theirs} if config.tied else set()
     for name, tensor in (saved | plain).items():
         own = theirs.get(next(iter(tied)) if tied and name == "lm_head.weight" else name)

@@ -118,8 +118,8 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
     Args:
         model: model that gets the adapters.
         settings: settings of the adapters.
-        shared: random generator that is equal on all tp ranks, for dropout masks of inputs that all tp ranks hold; None
-            if no dropout is needed.
+        shared: random generator that is equal on all tp ranks, for dropout masks of inputs that all tp ranks hold. None
+            if the model does not train, if the adapters have no dropout, or if there is one tp rank.
     """
     by_linear: dict[str, list[Branch]] = {}
     for branch in find_branches(model.config, settings.targets):

@@ -33,7 +33,7 @@ def build_optimizer(
     """Build the optimizer that the flags select; its learning rate is 0 until `set_rates_` is called.
 
     Args:
-        model: sharded model. Parameters that do not require a gradient are left out.
+        model: sharded model. The optimizer does not get parameters that do not require a gradient.
         config: flags of the optimizer.
         dims: mesh axes of the run, which only Muon needs; None for other optimizers.
         dtype: dtype in which the model computes. Muon derives from it the dtype in which rows are communicated.
@@ -105,7 +105,7 @@ class Muon(DeviceOptimizer):
     rate of the other groups is multiplied by --muon-adam-lr-multiple.
 
     Args:
-        named: all parameters of the model by name; those that do not require a gradient are left out.
+        named: all parameters of the model by name; those that do not require a gradient are ignored.
         orthogonalizer: object that orthogonalizes the updates; its `parameters` are the matrices that Muon trains.
         config: flags of the optimizer.
     """

@@ -6,8 +6,8 @@ each rank divides the squares of its local shards by the number of ranks that ho
 one number, one over each axis, add up the result. The replicate axis is not included, because its ranks hold equal
 shards.
 
-A NaN or Inf in a gradient makes the norm NaN or Inf on every rank, and the caller then skips the step. Only
-`grad_norms` makes the host wait for the device.
+A NaN or Inf in a gradient makes the norm NaN or Inf on every rank. The training step (training/step.py) then skips the
+update or ends the job. Only `grad_norms` makes the host wait for the device.
 
 The padding rows of the vocabulary do not count. The argument `rows` excludes them (`existing_rows` of
 tensor_parallel/parameters.py). `global_grad_norm` has no such argument, because the gradients of padding rows are

@@ -2,7 +2,8 @@
 
     W -= lr (s X + weight decay W),    X = Newton-Schulz(momentum-updated gradient [r, c]),    s = 0.2 sqrt(max(r, c))
 
-The scale s is that of the default flags; `MuonConfig.scale` has the others.
+The momentum-updated gradient is the gradient averaged with its running average (--muon-use-nesterov), or else the
+running average alone. The scale s is that of the default flags; `MuonConfig.scale` has the others.
 
 Each rank of a node (T tensor-parallel x L local ranks) holds contiguous rows of each matrix. If a copy of the model is
 within one node, the node's ranks together hold the complete matrix. One of these ranks is the matrix's owner: it
@@ -163,7 +164,10 @@ class Orthogonalizer:
             nodes, shards = self._everyone, self._gathered(updates)
         local, tp, peers = self._node.rank // self._layout.tp, self._layout.tp, range(self._node.size)
         me = nodes.index(self._cross.rank)
-        # ---- send rows to the ranks that own the matrices
+        # ---- send rows to the ranks that own the matrices. Four lists have a number of elements for each rank of the
+        # node. In this exchange, the rank sends `mine` to the owners, and receives `theirs` as an owner. In the
+        # exchange after the orthogonalization it sends `back` as an owner, and receives `own`; both count only this
+        # node's rows
         under_way = []
         for group in self._groups[nodes]:
             by_owner = [[block for block in group if block.owner == peer] for peer in peers]
@@ -315,7 +319,7 @@ class JointOrthogonalizer:
     The two differ in the axes over which their matrices are sharded. The methods are the same as in `Orthogonalizer`.
 
     Args:
-        parts: one or two orthogonalizers. An orthogonalizer that has no matrices is left out.
+        parts: one or two orthogonalizers. An orthogonalizer that has no matrices is ignored.
     """
 
     def __init__(self, parts: Sequence[Orthogonalizer]) -> None:

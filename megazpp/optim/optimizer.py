@@ -132,8 +132,8 @@ def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weigh
     """Split parameters into Megatron-LM's two parameter groups, with and without weight decay.
 
     The group without weight decay holds biases and one-dimensional parameters. `set_rates_` multiplies the scheduled
-    weight decay by a group's "wd_mult" (1 or 0), and the scheduled learning rate by its "lr_mult" (1). Parameters that
-    do not require a gradient, and empty groups, are left out.
+    weight decay by a group's "wd_mult" (1 or 0), and the scheduled learning rate by its "lr_mult" (1). The result has
+    neither empty groups nor parameters that do not require a gradient.
 
     Args:
         named_parameters: names and parameters of the model.

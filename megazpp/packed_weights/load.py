@@ -150,6 +150,7 @@ def load_streamed_model(
         raise_on_all_ranks(files, lambda: open_reader().fill_buffers(model, device))
 
     def read(index: int, buffer: torch.Tensor) -> torch.Tensor:
+        # Message 0 of the file is `kept`, so a layer's message has the layer's index plus 1.
         return store.read(index + 1, buffer) if on_disk else held[index]
 
     def take(index: int) -> Work[torch.Tensor]:

@@ -3,9 +3,9 @@
     file: message 0 | message 1 | ... | CRC-32 of each message, uint32
 
 A message holds the packed weights of one layer on one rank. The sizes of the messages are known from the model, so the
-file has no table of contents. Messages are read by pread into the caller's buffers, because pages of a memory map would
-count as memory of the process. The CRC-32 of a message is checked when the message is first read. A damaged file is
-removed, and the next run writes it again from the checkpoint.
+file has no table of contents. `WeightStore.read` copies a message into a given buffer by preadv, because pages of a
+memory map would count as memory of the process. The CRC-32 of a message is checked when the message is first read. A
+damaged file is removed, and the next run writes it again from the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from megazpp.base.files import DamagedError, remove, sync
 from megazpp.parallel.comm_queue import CommQueue, Work
 
-_AT_ONCE = 1 << 30  # most bytes that one pread call reads; Linux reads at most 2 GiB per call
+_AT_ONCE = 1 << 30  # most bytes that one preadv call reads; Linux reads at most 2 GiB per call
 
 
 class WeightStore:

@@ -270,7 +270,7 @@ class ParsedRun(NamedTuple):
         )
 
     def check_needs(self) -> None:
-        """Raise a ValueError for set flags that lack effect, because the flag that they need (`FlagSpec.needs`) is off.
+        """Raise a ValueError for flags that are set, but have no effect because another flag is off (`FlagSpec.needs`).
 
         A program calls this after a checkpoint has completed the flags, as a checkpoint may turn the needed flag on.
         """
@@ -320,7 +320,8 @@ def parse_run_config(
             None for no such file.
         defaults: defaults of this program, by field name, where they differ from the defaults of the configs.
         taken: names of the fields of `RunConfig` that a checkpoint completes after parsing; () if no checkpoint does.
-            The caller then calls `ParsedRun.check_needs` itself, as with --use-checkpoint-args.
+            With such names or with --use-checkpoint-args, this function does not call `ParsedRun.check_needs`. The
+            program calls that method after the checkpoint has completed the flags.
 
     Raises:
         ValueError: a flag or its value is wrong; the message has one line per problem.
@@ -367,8 +368,9 @@ def parse_run_config(
 def _check_choice(zero: ZeroConfig) -> None:
     """Raise a ValueError if --zero-weight-delta auto has no format of weights to choose.
 
-    This is so without --zeropp, and if other flags set the format. The caller checks only a flag that the user has
-    typed: every run writes --zero-weight-delta to its args.txt, and a later run may use this file with other flags.
+    There is none without --zeropp, or if other flags set the format. `parse_run_config` calls this function only if the
+    flag is on the command line, not in a flag file: every run writes --zero-weight-delta to its args.txt, and a later
+    run may use this file with other flags.
     """
     if zero.zero_weight_delta != "auto" or zero.chooses_weight_delta:
         return

@@ -117,7 +117,8 @@ def facts_of(parsed: ParsedRun, record: CheckpointMetadata | None) -> dict[str, 
         record: metadata of the checkpoint that this rank would load; None without one.
     """
     found = {"the checkpoint to load": "none" if record is None else "found"}
-    # The paths may differ between hosts. A rank without such a folder would skip the collectives that use it.
+    # The paths of these folders may differ between hosts, so compare only whether each path is given. A rank without a
+    # path would skip the collectives with which the other ranks load or save.
     for part in parsed.parts:
         names = {field.name for field in dataclasses.fields(part)} & {"load", "save", "lora_load"}
         found |= {spelling(part, name): "none" if getattr(part, name) is None else "given" for name in sorted(names)}
@@ -242,7 +243,7 @@ def hold_run_dir(parsed: ParsedRun) -> None:
 def own_checkpoints(
     checkpoint: CheckpointConfig, tracking: TrackingConfig, *, restarted: bool, env: Mapping[str, str] = os.environ
 ) -> CheckpointConfig:
-    """Return the checkpoint flags of a job that may have been restarted: --save-to-run-dir then sets --save.
+    """Return a job's checkpoint flags; after a restart, --save-to-run-dir sets --save to a folder in the run folder.
 
     A restarted job must find the checkpoints of its earlier attempts, which are in its run folder. In a first attempt
     the flags are unchanged, because the run folder does not exist yet.

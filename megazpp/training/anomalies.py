@@ -5,8 +5,8 @@
     gathered weights differ between ranks   the job ends (--zero-verify-interval, zero/verify.py)
 
 The loss and the gradient norm are already reduced over all ranks, so all ranks make the same decision. With a dynamic
-loss scale, a gradient that is not finite skips the step and lowers the scale, as long as that is above
---min-loss-scale. A loss that is not finite still ends the job.
+loss scale, a gradient that is not finite only skips the step, as long as the scale can still decrease
+(`LossScaler.accepts_overflow`). A loss that is not finite ends the job with any loss scale.
 
 By default only the first check is active. The optimizer then skips a step that is not finite, on the device. The host
 reads the loss and the norm one step later, before the next update (step.py). Until then, `Evidence` keeps the values
@@ -152,11 +152,11 @@ class Guard:
 
     @property
     def can_wait(self) -> bool:
-        """True if `allows` may be called late: after the step's update, but before the next step's update.
+        """True if `allows` may be called after the step's update has been queued, but before the next step's update.
 
-        The host then need not wait for the device before it launches the update. This holds if the only active check
-        is the check for losses and gradients that are not finite. Loss spikes, verification of weights and a dynamic
-        loss scale require the decision before the update.
+        The host then need not wait for the device before it queues the update. The result is True if the only active
+        check is the check for losses and gradients that are not finite. Loss spikes, verification of weights and a
+        dynamic loss scale require the decision before the update.
         """
         config = self.config
         others = config.loss_spike_sigma is not None or self.verify_interval is not None or self.scaler.is_dynamic
@@ -232,9 +232,9 @@ class Guard:
     def _end_job(self) -> NoReturn:
         """End the job because of a step that is not finite: raise a NotFiniteError with the same text on all ranks.
 
-        Rank 0 gathers the reports of all ranks, writes them to the run folder, and describes the step of the first
-        report with a failure. With DiLoCo, replica groups may fail in different steps. Reports about other steps are
-        then left out.
+        Rank 0 gathers the reports of all ranks. It selects the step of the first report with a failure, describes this
+        step, and writes the reports about it to the run folder. With DiLoCo, replica groups may fail in different
+        steps; reports about other steps than the selected one are ignored.
         """
         world, plan = self.run.dims.world, self.plan
         reports = world.gather_objects(self._failure or StepReport(self.run.dims.data_rank))

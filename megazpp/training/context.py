@@ -188,7 +188,7 @@ def make_writable(path: str | Path, flag: str) -> Path:
 
 
 class RunFolder:
-    """The folder with the records of one run, which is created if needed.
+    """The folder with the records of one run; the constructor creates it if it does not exist.
 
     Args:
         path: path of the folder. If it is not writable, the constructor raises a ValueError.

@@ -8,7 +8,8 @@ started ignores SIGHUP and lost output.
 
 After the first stop signal:
 
-- The current step is finished. With several GPUs, the next step is finished too.
+- The current step is finished. With several GPUs, the next step is finished too, because the ranks read their agreement
+  to stop one step later, without waiting for the device (`StopConditions.reason`).
 - A checkpoint is saved if --save is given. The last evaluation and the last sample are skipped.
 - The program exits with status 0.
 
@@ -161,6 +162,7 @@ def train(
                     progress = progress._replace(stop_reason=str(stop))
                     if before is not None:
                         recorder.step(before.wait(), last=True)
+                    # Run the actions for the end of the run, except those that have already run after the last step.
                     for action in after if progress.iteration > start.iteration else ():
                         if action.at_end and not action.due(progress.iteration, last=False):
                             action.run(progress)
@@ -235,8 +237,8 @@ class StopConditions:
 
     Args:
         config: flags for an early stop.
-        began: value of `time.monotonic()` from which --exit-duration-in-mins counts, the start of the job; None for
-            now.
+        began: value of `time.monotonic()` at the start of the job, from which --exit-duration-in-mins counts; None for
+            the value at the construction of this object.
     Attributes:
         caught: number of the last stop signal that this rank has caught; 0 without a signal.
         hurried: True once a signal has ended the training. The last evaluation and sample are then skipped.
@@ -331,8 +333,9 @@ def collect_garbage_between_steps() -> Iterator[Callable[[int], None]]:
 
     Nearly all Python objects are created at start-up and stay: 310,000 for a model of two layers on the CPU, 0.4 to
     1.1 s per collection on a busy core. The first call of the function therefore excludes these objects from later
-    collections by `gc.freeze`, so that a collection takes less than 0.1 ms. If the caller has frozen objects already,
-    the function freezes none, because `gc.unfreeze` would end the caller's freeze too.
+    collections by `gc.freeze`, so that a collection takes less than 0.1 ms. `gc.unfreeze` at the end of the context
+    undoes this for all frozen objects of the process. So if other code has frozen objects before, the function freezes
+    none.
     """
     enabled, freezes, started = gc.isenabled(), gc.get_freeze_count() == 0, False
 

@@ -109,7 +109,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     def _keep(self, file: str, write: Callable[[RunFolder], object]) -> None:
         """Call `write`, which writes `file` in the run folder, and print a warning if it fails for the first time.
 
-        Later records are still written if possible, because the disk may have space again.
+        A failure does not stop later attempts to write, because the disk may have space again.
         """
         try:
             if self.folder is not None:

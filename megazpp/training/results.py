@@ -4,9 +4,10 @@ A table shows the bytes that the training steps have sent over each wire. Below 
 with the bytes that ZeRO-3 would have sent. The bytes of the table are counted at each collective (parallel/axis.py).
 The bytes of ZeRO-3 are calculated from the sizes of the shards:
 
-    With k micro-batches, W data ranks on several nodes, M_w bytes of weights (compute dtype) and M_g bytes of gradients
-    (reduction dtype), a ring sends (W - 1) / W x k x (2 M_w + M_g) bytes over each node's uplink. If weights and
-    gradients both have 16 bits and M bytes, this is about 3 k M bytes.
+    With k micro-batches per rank, W data ranks on several nodes, M_w bytes of weights (compute dtype) and M_g bytes of
+    gradients (reduction dtype), a ring sends (W - 1) / W x k x (2 M_w + M_g) bytes over each node's uplink: forward and
+    backward each gather the weights, and backward reduces the gradients. If weights and gradients both have 16 bits and
+    M bytes, this is about 3 k M bytes.
 """
 
 from __future__ import annotations

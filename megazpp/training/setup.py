@@ -97,7 +97,8 @@ def model_on_meta(
 def shard_built(model: GPTModel, spec: ModelSpec, dims: ParallelDims) -> ShardedModel:
     """Shard the parameters of a model on the meta device over the data axes, and return the model with its handle.
 
-    The caller may have removed parameters from the built model. LoRA, for example, removes the frozen base weights.
+    Weights that are plain tensors instead of parameters are not sharded here. LoRA's frozen base weights, for example,
+    are such tensors (packed_weights/frozen.py).
 
     Args:
         model: the model on the meta device.

@@ -5,10 +5,10 @@ divided once by a denominator of the complete global batch (objective.py). Nothi
 micro-batches, so the result does not depend on how samples are spread over them. With fp16, the loss is multiplied by
 the loss scale, and the gradients are divided by it.
 
-By default the host does not wait between the backward and the update. The fused optimizer receives the clipping factor
-and the check for finite values as scalars on the device, and skips the update itself if necessary. The host reads the
-loss and the norm of a step before the update of the next step. It reads them at once for a log line, a checkpoint, an
-evaluation, and after the last step.
+By default the host does not wait between the backward and the update. The fused optimizer receives two scalars on the
+device: the divisor of the gradients, and a flag that is 1 if the loss or the norm is not finite. If the flag is 1, the
+update changes nothing. The host reads the loss and the norm of a step before the update of the next step. It reads them
+in the same step for a log line, a checkpoint, an evaluation, and after the last step.
 
 Some decisions must be made on the host: loss spikes, verification of weights, a dynamic loss scale, and skipping steps
 instead of ending the job. In these cases, and for optimizers other than AdamW and Muon, the host waits before the
@@ -106,8 +106,9 @@ class TrainStep:
         # ---- compute the gradient norm, and check the previous step's loss and norm
         with self._span("norm"):
             norms = self.sharding.states.norms(self.dims.tp)
-            # `norms` is None if the gradients are in `.grad`, not in host memory. Some gradients of replicated
-            # parameters are still partial sums, one on each tensor-parallel rank. Add them up before the norm.
+            # `norms` is None if the gradients are in `.grad`. Then some gradients of replicated parameters are still
+            # partial sums, one on each tensor-parallel rank, which are added up before the norm. For gradients in host
+            # memory (--optimizer-cpu-offload), `states.norms` has added them up already.
             if norms is None:
                 sum_partial_gradients_((p for name, p in named if name in self._partial), self.dims.tp)
             norm = global_grad_norm(named, *axes, divisor=scale, norms=norms)
