@@ -133,8 +133,9 @@ def add_adapters(model: GPTModel, settings: AdapterSettings, shared: SharedGener
                 continue
             assert isinstance(linear, Linear), name
             linear.adapter = _adapter(model, linear, branches, settings, agreeing)
-    # Recomputation and checkpoints save and restore only the random generator in the model's settings. So the adapters'
-    # dropout must use that generator.
+    # Activation recomputation (`TransformerLayer.forward`) and saved checkpoints (`RandomGenerators` in
+    # checkpoint/state.py) restore only the generator in the model's settings. So make the generator of the adapters'
+    # dropout that generator.
     if agreeing is not None:
         model.settings = dataclasses.replace(model.settings, generator=agreeing)
         for layer in model.layers:

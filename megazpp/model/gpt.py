@@ -93,7 +93,8 @@ class GPTModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device on which the model computes; its parameters may be in host memory."""
-        return self.settings.device or self.embedding.word.weight.device  # a frozen model has no parameters
+        # This does not ask `self.parameters()` for a device, because a frozen model has no parameters.
+        return self.settings.device or self.embedding.word.weight.device
 
     def forward(
         self,

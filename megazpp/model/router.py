@@ -335,7 +335,8 @@ class _FusedRouter(torch.autograd.Function):
         settings: RouterSettings,
         kernels: ModuleType,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # With an fp32 result, the products of 16-bit numbers are exact and are summed in fp32.
+        # An fp32 result of a 16-bit matrix product keeps the logits in fp32, as in `Router.forward`: products of 16-bit
+        # numbers are exact in fp32, and are summed in fp32.
         mixed: dict[str, Any] = {"out_dtype": torch.float32} if x.is_cuda and x.dtype != torch.float32 else {}
         logits = torch.mm(x, weight.to(x.dtype).t(), **mixed)
         routed = kernels.route(logits, bias, choice, totals, settings)

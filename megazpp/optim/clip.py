@@ -227,7 +227,8 @@ def _own_rows(
 ) -> int | None:
     """Return how many rows of this rank's local shard are not padding; None for a parameter without padding rows.
 
-    A padded parameter has equally many rows on all ranks of an axis, so the rank's index gives its shard's first row.
+    Each axis of n ranks splits s rows into parts of ceil(s / n) rows, of which the last ones may be shorter. So the
+    rank's index along the axis gives the first row of its part.
     """
     if name not in rows:
         return None

@@ -209,7 +209,7 @@ class MessagePlan(NamedTuple):
 
         Args:
             load: function that reads a range of rows (dim 0) of the named weight, in any dtype.
-            part: index of the rank, taken modulo `num_parts`.
+            part: index of the rank. It is taken modulo `num_parts`, so with one part all ranks get the same message.
         """
         done, part = 0, part % self.num_parts
         for weight in self.weights:
@@ -227,7 +227,7 @@ class MessagePlan(NamedTuple):
         Args:
             message: [num_bytes] uint8, which the method fills.
             load: function that reads a range of rows (dim 0) of the named weight, in any dtype.
-            part: index of the rank, taken modulo `num_parts`.
+            part: index of the rank, as for `pieces`.
         """
         done = 0
         for piece in self.pieces(load, part):

@@ -37,7 +37,8 @@ def with_checkpoint_flags(
     Raises:
         DamagedError: a recorded value has the wrong type, or the tokenizer's files are damaged.
     """
-    # ---- select the checkpoint's flags that the user has not set, that no set flag excludes, and that fit any device
+    # ---- select the checkpoint's flags that the user has not set, that no flag of the user excludes, and that do not
+    # depend on the device (`OF_THE_DEVICE`)
     parsed = with_checkpoint_tokenizer(parsed, record, folder)
     config = parsed.config
     taken = [name for name in parts_taken if name != "tokenizer" or not names_tokenizer(config.tokenizer)]

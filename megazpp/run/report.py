@@ -224,8 +224,8 @@ def what_next(
         return "nothing was saved: only a run with --save FOLDER can be resumed"
     if stopped:
         program, *flags = sys.argv
-        # A command with --load needs no other --load: the run resumes from its own checkpoints in --save. The run must
-        # not go back again to one of them that --ckpt-step has selected.
+        # A command with --load needs no other --load: the run resumes from its own checkpoints in --save. If
+        # --ckpt-step has selected one of these checkpoints, "--ckpt-step none" selects the latest one instead.
         back = parsed.config.checkpoint.ckpt_step is not None and saves_where_it_loads(parsed.config.checkpoint)
         latest = " --ckpt-step none" if back else ""
         there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load is None else ""

@@ -150,7 +150,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         if checkpoint.save is not None:
             save = CheckpointFolder(checkpoint.save, "--save")
             take_folder(save, files, console.log, shared=config.jobs > 1)
-            if config.jobs == 1:  # several jobs share the folder, so new checkpoints are no error
+            if config.jobs == 1:  # with several jobs, another job may have saved a newer checkpoint, which is no error
                 check = functools.partial(check_still_chosen, source, checkpoint, restarted=worker.restarts > 0)
                 raise_on_all_ranks(files, lambda: check() if worker.rank == 0 else None)
         verified = verify(source, files, console.log)
@@ -234,8 +234,8 @@ def choose_weight_delta(
 ) -> WeightDelta | None:
     """Choose the format in which weights cross nodes, for --zero-weight-delta auto. All ranks call this.
 
-    Rank 0 chooses for all ranks. Without a cluster file and --measure-links, all ranks first measure links and device
-    for this choice only: the plan of the run does not use these measurements.
+    Rank 0 chooses for all ranks. If neither --cluster-file nor --measure-links is set, all ranks first measure links
+    and device for this choice only: the plan of the run does not use these measurements.
 
     Args:
         config: flags of the run.

@@ -227,7 +227,7 @@ class MetricsRecorder:
         if norm is None or not math.isfinite(norm):
             return
         usual = statistics.median(self._norms) if len(self._norms) >= SPIKE_STEPS else 0.0
-        if 0.0 < SPIKE * usual < norm:  # no note for a median of 0, because the note gives the ratio of norm to median
+        if 0.0 < SPIKE * usual < norm:  # no note if `usual` is 0: there are too few norms, or norm / median is infinite
             self.run.log(
                 f"note: iteration {record.iteration}: grad norm {norm:.3f} is {norm / usual:.0f} x the median of the "
                 f"{len(self._norms)} steps before it, {usual:.3f}"

@@ -143,8 +143,8 @@ class WandbSink:
         """Record scalars at an iteration, unless wandb's server has kept that iteration from before a resume."""
         if iteration < self._first:
             return
-        # wandb drops values of a step below its last step. So an iteration that the run repeats after a rewind, or an
-        # elastic group repeats, is recorded as the step after the last one.
+        # wandb drops values of a step below its last step. So an iteration that the run repeats after a rewind, or that
+        # an elastic group repeats, is recorded as the step after the last one.
         self._step = iteration if iteration >= self._step else self._step + 1
         self._run.log({**scalars, "iteration": iteration, "samples": consumed_samples}, step=self._step)
 
