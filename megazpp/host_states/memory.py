@@ -95,9 +95,10 @@ class HostMemory(DeviceStates):
     device: torch.device = torch.device("cpu")
 
     def connect(self, units: Sequence[HostedUnit], context: CommContext, dims: ParallelDims) -> None:
-        """Store what the copies need of the sharded model: units, dtypes, timeline and traffic counter.
+        """Store the facts about the sharded model that the copies between host and device need.
 
-        `shard_model` calls this method; see `DeviceStates.connect` for the arguments.
+        They are the units' states, dtypes, timeline and traffic counter. `shard_model` calls this method; see
+        `DeviceStates.connect` for the arguments.
         """
         wire, zero = context.plan, context.zero
         self.num_sums = context.cross.size if wire.reduce is not None and zero.zero_offload_partial_sums else 0
@@ -154,8 +155,8 @@ class HostMemory(DeviceStates):
     def _new_queue(self) -> CommQueue:
         """Return the queue that runs the optimizer updates which use one of the slots of device memory.
 
-        On CUDA the queue is a stream. On the CPU it is a thread if gathers overlap with the compute. Otherwise the
-        queue runs each update inside the call of `submit`.
+        On CUDA the queue is a stream. On the CPU it is a thread if gathers overlap with the compute. On the CPU without
+        overlap, the queue runs each update inside the call of `submit`.
         """
         if self.device.type == "cuda":
             return StreamQueue()
@@ -352,7 +353,7 @@ class HostShard:
     def take(self, total: torch.Tensor, *, last: bool) -> torch.Tensor:
         """Add reduced gradients to those of the current training step in host memory.
 
-        The queue that has computed the sum over ranks calls this method.
+        The task that has summed the gradients over ranks calls this method, in the task's queue.
 
         Args:
             total: [S'] flat shard on the device with the reduced gradients of the trained parameters.

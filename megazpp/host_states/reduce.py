@@ -82,9 +82,10 @@ class HostedRingReduce(HostedReduce, CountedReduce):
 
 
 class HostedSum(HostedReduce):
-    """The move to host memory of the gradients of a unit that is not sharded, because its mesh has one rank.
+    """The object that moves the gradients of an unsharded unit to host memory, without a reduce-scatter.
 
-    FSDP2 would copy these gradients to the host itself, and make the host wait for each copy.
+    A unit is unsharded if its mesh has one rank. FSDP2 would copy these gradients to the host itself, and make the host
+    wait for each copy.
     """
 
     def __init__(self, unit: HostedUnit, context: CommContext) -> None:

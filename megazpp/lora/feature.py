@@ -39,8 +39,8 @@ class Lora(Feature):
     def weight_opener(self, sections: Sequence[Any]) -> AdapterOpener:
         """Return an opener of checkpoints, also of those with adapters.
 
-        The opener looks for the adapters' base weights first in the folders of --lora-base. `sections` has the configs
-        of the program's features, among them the value of --lora-base.
+        The opener looks for the adapters' base weights in the folders of --lora-base, then in the folder that the
+        checkpoint names. `sections` has the configs of the program's features, among them the value of --lora-base.
         """
         return adapter_opener(sections)
 

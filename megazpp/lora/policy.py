@@ -72,7 +72,8 @@ def load_adapted(
         source: checkpoint of the base weights.
         record: metadata of this checkpoint.
         trained: function that returns True for the names of parameters that are trained besides the adapters, such as a
-            scalar head. They begin with the values of the checkpoint or of --lora-load, or with random values.
+            scalar head. They begin with the values of --lora-load if it has them, else with those of the checkpoint,
+            else with random values.
         keep_reference: True to keep a copy of the adapters of --lora-load for the reference model, see `adapters_off`.
     Raises:
         ValueError: the adapters of --lora-load were trained on base weights with another checksum.

@@ -103,7 +103,7 @@ class AdapterOpener(AdapterConverter):
             reader = rest.open(base, read_record(base), files)
 
             def share_of_checksum(reader: SafeReader = reader) -> int:
-                """Return this rank's part of the base's checksum: the sum for every n-th weight, with n ranks.
+                """Return this rank's part of the base's checksum: the sum over every n-th weight, for n ranks.
 
                 The checksum of the base is the sum of all ranks' parts.
                 """

@@ -375,10 +375,10 @@ def update_expert_bias_(
 ) -> None:
     """Change each expert's bias so that the load of experts evens out, once per optimizer step.
 
-    The rule is bias += rate * sign(mean over experts of counts - counts), where an expert's count is the number of
-    tokens that have chosen it. Counts cover all training tokens since the last call, on all ranks. They are integers in
-    fp64, so every layout of ranks computes the same bias. One all-reduce covers all layers. Megatron-LM has the same
-    rule, but also applies it in a step that is skipped because of an overflow.
+    The rule for an expert is bias += rate * sign(mean - count). Its count is the number of tokens that have chosen it,
+    and the mean is over the counts of the layer's experts. Counts cover all training tokens since the last call, on all
+    ranks. They are integers in fp64, so every layout of ranks computes the same bias. One all-reduce covers all layers.
+    Megatron-LM has the same rule, but also applies it in a step that is skipped because of an overflow.
 
     Args:
         routers: routers with an expert bias, all of which have processed training tokens since the last call.

@@ -219,7 +219,7 @@ class LossScaler:
         return self.is_dynamic and (self.scale > self._config.min_loss_scale or self._hysteresis_tracker > 1)
 
     def update(self, found_inf: bool) -> None:
-        """Count a training step, and halve or double a dynamic loss scale if the rule of this class requires it.
+        """Count a training step, and halve or double a dynamic loss scale by the rule in the class docstring.
 
         Args:
             found_inf: True if a gradient of the step was NaN or Inf; equal on every rank.

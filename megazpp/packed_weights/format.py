@@ -111,8 +111,8 @@ class RowFormat:
 def plan_rows(columns: int, bits: int, dtype: torch.dtype = torch.bfloat16) -> RowFormat:
     """Return the format in which rows of a weight are packed with `bits` per element.
 
-    Rows are stored in `dtype` for 32 and 16 bits. For 8 and 4 bits they are quantized, unless their scales and padding
-    would make them longer than in `dtype`.
+    Rows are stored in `dtype` for 32 and 16 bits. For 8 and 4 bits they are quantized, unless a quantized row with its
+    scales and padding would not be shorter than the row in `dtype`.
 
     Args:
         columns: number of elements of a row.

@@ -176,9 +176,9 @@ def facts_of_data(tokenizer: Tokenizer, samples: Mapping[str, Any]) -> dict[str,
 def check_kernels(dims: ParallelDims, device: torch.device) -> None:
     """Check that ranks which update copies of the same weights do so with equal CPU kernels. All ranks call this.
 
-    Kernels of two instruction sets round differently, so copies on the axis `replicate` or tp would drift apart. With
-    tensor parallelism, each rank also computes the gradients of its copies, whose sums depend on the number of threads.
-    Nothing is compared on other devices.
+    Kernels of different instruction sets round differently, so copies on the axis `replicate` or tp would drift apart.
+    With tensor parallelism, each rank also computes the gradients of its copies, whose sums depend on the number of
+    threads. On other devices than CPUs, nothing is compared.
 
     Raises:
         ValueError: on all ranks, if two ranks with copies of the same weights differ.

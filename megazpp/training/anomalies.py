@@ -318,7 +318,8 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
     The message names the step, and the micro-batches and parameters whose values are not finite.
 
     Args:
-        first: report of a rank, with the step's loss, its gradient norm, and the gradient norms of all parameters.
+        first: report of a rank on which the step was not finite. It has the step's loss, its gradient norm, and the
+            gradient norms of all parameters.
         reports: reports of all ranks about the step, in the order of ranks.
         first_sample: index of the step's first sample in the run.
         micro_batch_size: samples per micro-batch.

@@ -241,7 +241,8 @@ class StopConditions:
             the value at the construction of this object.
     Attributes:
         caught: number of the last stop signal that this rank has caught; 0 without a signal.
-        hurried: True once a signal has ended the training. The last evaluation and sample are then skipped.
+        hurried: True once a signal has ended the training. The last evaluation and the generation of a sample text are
+            then skipped.
     """
 
     def __init__(self, config: StopConfig, *, began: float | None = None) -> None:

@@ -47,9 +47,9 @@ class StepRecord:
             the value of each step, as train/NAME.
         consumed_samples: samples consumed by the run so far, including this step.
         global_batch_size: samples of this step over all ranks.
-        tokens: tokens of this step's forward passes over all data ranks, with padding. None if every sample has the
-            full sequence length. If `Meter.whole_samples` is False, the field has this data rank's tokens until the
-            next log line, for which they are summed over data ranks.
+        tokens: number of tokens in this step's forward passes on all data ranks, with padding. None if every sample has
+            the full sequence length (`Meter.whole_samples`). Otherwise the training loop stores this data rank's
+            number, and the next log line replaces it by the sum over data ranks.
         micro_batches: number of micro-batches per rank.
         seconds: wall time of the step, including the wait for data.
         wait_seconds: wall time that the step waited for data, included in `seconds`.

@@ -138,8 +138,8 @@ class LanguageModelLoss:
 class StopRequested(Exception):  # noqa: N818, because it is no error
     """An exception that all ranks raise together if a stop signal arrives during work that the run can do without.
 
-    Such work is an evaluation, the generation of samples, or a wait for samples, which the end of the run can end too.
-    The exception's text is the reason for the log, for example the name of the signal.
+    Such work is an evaluation, the generation of samples, or a wait for samples. A wait for samples raises this
+    exception also if the run ends. The exception's text is the reason for the log, for example the name of the signal.
     """
 
 

@@ -235,7 +235,7 @@ class LaunchedStep:
 
     @property
     def overflow(self) -> bool:
-        """True if the gradient norm of this step is not finite, so that a dynamic loss scale has to decrease.
+        """True if the gradient norm of this step is not finite, which a dynamic loss scale counts as an overflow.
 
         False if the device decides about the update, because the host does not wait for the norm then.
         """
