@@ -142,7 +142,7 @@ class IntervalRecord:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The JSON object that metrics.jsonl gets for this log interval; a loss or norm may be NaN or Infinity."""
+        """The values of this log interval by name, for metrics.jsonl, in which a value that is not finite is null."""
         last, sent = self.last, {f"{wire}_bytes": value for wire, value in self.sent_bytes.items()}
         fields = {
             "iteration": last.iteration,

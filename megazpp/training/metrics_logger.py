@@ -222,7 +222,7 @@ class MetricsRecorder:
         self.tracker.write(interval.scalars, iteration=record.iteration, consumed_samples=record.consumed_samples)
 
     def _note_spike(self, record: StepRecord) -> None:
-        """Log a note if the step's gradient norm exceeds `SPIKE` times the median of the last steps' norms."""
+        """Log a note if the step's gradient norm exceeds `SPIKE` times the median norm of up to 100 earlier steps."""
         norm = record.grad_norm
         if norm is None or not math.isfinite(norm):
             return
