@@ -222,8 +222,8 @@ def heads_for_tokens(
     """Exchange all heads of this cp rank's tokens for this rank's heads of all tokens, in 1 all-to-all (Ulysses).
 
     C is the number of cp ranks, and G the number of key and value heads. If C does not divide G, keys and values are
-    repeated to lcm(G, C) heads first. Each rank then receives G / gcd(G, C) heads of each token, which is less than the
-    G heads that an all-gather of keys and values would deliver.
+    repeated to lcm(G, C) heads first. Each rank then receives lcm(G, C) / C = G / gcd(G, C) heads of each token. An
+    all-gather of keys and values would deliver G heads, which are as many if gcd(G, C) is 1, and otherwise more.
 
     Args:
         q: [S/C, B, heads, D] queries of this rank's S/C tokens in each of B sequences, with D channels per head.

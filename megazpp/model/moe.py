@@ -287,8 +287,8 @@ def has_values(x: torch.Tensor) -> bool:
 def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Sizes:
     """Return the numbers of rows that `--plan` assumes for the exchange between expert-parallel ranks.
 
-    Each rank divides its rows over all experts as evenly as possible. With a load above 1, this rank's experts receive
-    `load` times as many rows as the mean expert, but at most all rows.
+    Each rank divides its rows over all experts as evenly as possible. With a load above 1 and several ranks, each of
+    this rank's experts receives `load` times as many rows as the mean expert, but together they get at most all rows.
 
     Args:
         rows: number of rows per rank: tokens times experts per token.
