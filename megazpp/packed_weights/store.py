@@ -2,10 +2,11 @@
 
     file: message 0 | message 1 | ... | CRC-32 of each message, uint32
 
-A message holds the packed weights of one layer on one rank. The sizes of the messages are known from the model, so the
-file has no table of contents. `WeightStore.read` copies a message into a given buffer by preadv, because pages of a
-memory map would count as memory of the process. The CRC-32 of a message is checked when the message is first read. A
-damaged file is removed, and the next run writes it again from the checkpoint.
+The file belongs to one rank. Message 0 holds the weights that are not streamed, and each later message this rank's
+packed weights of one layer. The sizes of the messages are known from the model, so the file has no table of contents.
+`WeightStore.read` copies a message into a given buffer by preadv, because pages of a memory map would count as memory
+of the process. The CRC-32 of a message is checked when the message is first read. A damaged file is removed, and the
+next run writes it again from the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _AT_ONCE = 1 << 30  # most bytes that one preadv call reads; Linux reads at most
 
 
 class WeightStore:
-    """An open file with the packed weights of a model's layers on one rank; any thread may read it.
+    """An open file with the packed weights of a model on one rank; any thread may read it.
 
     Args:
         path: the file, which `write_store` has written.
-        sizes: number of bytes of each layer's message in the file.
+        sizes: number of bytes of each message in the file.
     Raises:
         DamagedError: the size of the file does not fit `sizes`. The file has been removed.
     """
@@ -51,7 +52,7 @@ class WeightStore:
         self._sums = np.fromfile(path, "<u4", offset=self.starts[-1]).tolist()
 
     def read(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Read the packed weights of one layer, a message of the file, into `buffer`, and return `buffer`.
+        """Read a message of the file, for example the packed weights of one layer, into `buffer`, and return `buffer`.
 
         Args:
             index: index of the message in the file.
