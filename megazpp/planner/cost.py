@@ -264,7 +264,8 @@ class ClusterCosts(Costs):
     Args:
         layout: sizes and links of the parallel axes.
         efficiency: fractions of the data sheet's rates that programs reach.
-        free: axes whose collectives take 0 seconds, so that a second simulation shows how much time they cost.
+        free: axes whose collectives take 0 seconds. A comparison with an estimate without `free` shows how much time
+            these collectives cost a step (`Estimator.exposed`).
     """
 
     def __init__(self, layout: Layout, efficiency: Efficiency, *, free: tuple[str, ...] = ()) -> None:
@@ -331,6 +332,8 @@ class AxisCost:
         known = {} if cluster.links is None else cluster.links.known
         self._size, self._byte_seconds, self._pairwise_seconds = layout.axis_size(axis), 0.0, 0.0
         # ---- compute the seconds per byte that each rank sends, on the slowest kind of link of the axis
+        # `rate` is the bandwidth in GB/s that the senders of a node share. `alone` is the further time in seconds per
+        # GB on a rank's own way to adapters that the ranks of a node share (see "shared adapters" at the top).
         for kind, count in layout.links(axis).items():
             assert kind in known, f"axis {axis} uses links.{kind}, whose speed is unknown"
             link, is_network = known[kind], kind == "network"

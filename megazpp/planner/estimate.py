@@ -162,7 +162,8 @@ class Estimator:
                 `choose_weight_delta` chooses.
 
         Raises:
-            ValueError: the flags conflict, or do not fit the cluster.
+            ValueError: the flags conflict, or do not fit the cluster. Or the cluster file has the device and links, but
+                lacks a kind of link that the run uses, or the host memory that --optimizer-cpu-offload uses.
         """
         if config not in self._estimates:
             choice, found = self._choose(config)

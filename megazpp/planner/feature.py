@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megazpp.zero.plan import WeightDelta
 
 # Vocabulary size, in tokens, that the choice of --zero-weight-delta auto assumes if the size becomes known only when
-# the tokenizer is opened. Lossless deltas and int8 blocks differ by the same factor for all weights, so the assumed
-# size hardly matters for the choice between them.
+# the tokenizer is opened. A lossless delta has the same size relative to int8 blocks for all weights, whatever their
+# number. So the assumed size hardly matters for the choice between the two formats.
 ASSUMED_VOCABULARY = 50304
 
 
@@ -29,7 +29,8 @@ class Planner(Feature):
     ) -> WeightDelta | None:
         """Choose the format of weights between nodes by estimated times (`Estimator.choose_weight_delta`).
 
-        The estimate needs a vocabulary size. If no flag gives the size, it is ASSUMED_VOCABULARY.
+        The estimate needs a vocabulary size. If no flag gives the size, it is ASSUMED_VOCABULARY. For arguments and
+        result see `Feature.choose_weight_delta`.
         """
         from megazpp.planner.estimate import Estimator
         from megazpp.planner.variants import changed

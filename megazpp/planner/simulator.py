@@ -1,15 +1,16 @@
-"""Simulated counterparts, for the planner, of the clocks, queues, memory, axes, units and codecs of one rank.
+"""Simulated streams, communication queues, memory, mesh axes, sharding units and codecs of one rank, for the planner.
 
 The communication code of megazpp/zero runs unchanged on these classes with meta tensors, which have shapes but no
-memory. It calls `CommQueue.submit`, `Work.wait` and collectives as in training. The classes report bytes and seconds to
-one `Simulation`, which is why they are all in one file.
+memory. This code calls `CommQueue.submit`, `Work.wait` and collectives as in training. The classes are in one file,
+because all of them pass the bytes or seconds of their work to one `Simulation`.
 
 A clock holds the simulated time of one worker that executes tasks in order: the compute stream, another CUDA stream, or
 a communication queue. A queue runs its tasks in the order of submission, so the simulation needs no list of events. A
 task starts as soon as three conditions hold: the queue is free, the submitting clock has reached the submission, and
 the works that the task waits for are done. The task ends after the seconds of its collectives and passes over memory.
-An axis counts bytes as a real axis does, and takes the seconds of its links. A codec takes the seconds of a pass over
-the memory that it reads and writes.
+A collective of a simulated axis counts its bytes as in training, and advances the clock of the queue that runs it by
+the seconds that the cost model gives. A simulated codec advances the clock by the seconds of a pass over the memory
+that the real codec would read and write.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ class Simulation:
         Args:
             seconds: duration of the kernel or collective.
             axis: axis of the collective; None for a kernel.
-            taken: seconds by which the kernel or collective delays the compute clock, if another clock is running.
+            taken: seconds by which the kernel or collective delays the compute clock, if another clock is running: it
+                occupies some of the device's multiprocessors, or cores of a CPU.
         """
         clock, launch = self.running, self._costs.launch
         if launch:
@@ -172,7 +174,8 @@ class Simulation:
     def compute_series(self, series: KernelSeries) -> None:
         """Advance the clocks as if `spend` were called for each kernel and collective of a series of the model.
 
-        No other clock uses the axes of these collectives, so none of them waits for a link.
+        The collectives of a series are on the axes of the model's own forward and backward (tp, cp, ep). No
+        communication queue uses these axes meanwhile, so no collective waits for a link.
         """
         started = self._host.now
         self._host.now += series.launch_seconds
@@ -303,7 +306,8 @@ class SimulatedAxis(MeshAxis):
         name: name of the axis.
         rank: global rank that is simulated.
         counter: counter of the collectives' calls and bytes, as in training.
-        cost: function that is called with the name and the sent bytes of each collective, and adds its seconds.
+        cost: function that is called with the name and the sent bytes of each collective. It advances the simulated
+            time, or records the collective in a trace of the model.
         queue: communication queue of the axis; None for an axis of the model's forward and backward.
     """
 

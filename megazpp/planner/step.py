@@ -100,7 +100,8 @@ class StepSimulator:
             them.
         units: simulated sharding units in the order of use.
         fragments: outer weights of DiLoCo by fragment; [] without DiLoCo and for elastic DiLoCo.
-        whole: outer weights of elastic DiLoCo by sharding unit, with all rows on each rank; otherwise [].
+        whole: outer weights of elastic DiLoCo by sharding unit, which each rank has for all replica groups; [] without
+            elastic DiLoCo.
         ledger: device memory since the beginning of the last simulated step.
         muon: Muon's orthogonalization on simulated axes; None for other optimizers.
     """
@@ -201,15 +202,16 @@ class StepSimulator:
         self._received: SimulatedUnit | None = None  # unit whose frozen weights are gathered but not yet unpacked
         self._gathers, self._reductions, self._copies = (self._simulation.new_clock() for _ in range(3))
         self._copied_out = 0.0  # time at which FSDP2 has copied the last gather's parameters out of the gather's buffer
-        # Bytes of the buffers that FSDP2 still holds: of the last gather that was copied out, and of the last reduction
+        # Bytes of two buffers that FSDP2 has not freed: of the last gather whose parameters were copied out of the
+        # buffer, and of the last reduction
         self._copied_from = self._sent_from = 0
         self._partial_sums_wait = False  # True if partial sums wait for the cross hop at the end of the step
 
     def run(self, micro_batches: int) -> SimulatedStep:
         """Simulate an optimizer step of `micro_batches` micro-batches, and return its traffic and seconds.
 
-        The schedules of gathers learn the order of the units in the first simulated step. So the first step takes
-        other seconds than later steps.
+        The schedules of gathers learn the order of the units in the first simulated step. So the seconds of the first
+        step differ from those of later steps.
         """
         before, start = self.counter.table(), self._simulation.begin_step()
         self._copied_out, self._copied_from, self._sent_from = start, 0, 0
@@ -281,10 +283,13 @@ class StepSimulator:
         return SimulatedStep(traffic_between(before, self.counter.table()), seconds, self._simulation.busy)
 
     def _merge_messages(self, units: Sequence[WholeRows], hidden: float) -> None:
-        """Simulate a version of elastic DiLoCo: send this group's messages to all others, and apply all messages.
+        """Simulate an outer step of elastic DiLoCo.
+
+        This group sends its messages to all other groups. Then it updates its outer weights by the messages of all
+        groups (`WholeRows.apply`).
 
         Args:
-            units: outer weights of the fragment that the version updates, by sharding unit.
+            units: outer weights of the fragment that the outer step updates, by sharding unit.
             hidden: seconds of the optimizer steps during which the messages are in flight.
         """
         axis, weight, messages = self._axes["replica_group"], torch.empty((), device=META), list[torch.Tensor]()
@@ -299,9 +304,10 @@ class StepSimulator:
         for unit, received in zip(units, messages, strict=True):
             size = unit.rows.nbytes
             unit.apply(received, [1.0] * groups, weight)
-            # The update reads or writes memory 10 times: it writes zeros (1), scales the mean (2), multiplies it by the
-            # learning rate (2), subtracts it (3) and merges (2). Momentum adds a decay (2), a sum (3), a scaling (2)
-            # and a subtraction (3).
+            # The update makes 10 reads or writes of `size` bytes: zeros for the mean outer gradient (1), its scaling
+            # (2), its product with the learning rate (2), the subtraction of the product from the outer weights (3),
+            # and the merge into the inner weights (2). Momentum adds 10: its decay (2), the addition of the mean (3), a
+            # scaling (2) and a subtraction (3).
             self._touch((10 if unit.momentum is None else 20) * size)
             mean_and_product = 2 * size  # buffers of the mean outer gradient, and of the mean times the learning rate
             self.ledger.pass_through(Memory.BUFFERS, (groups + 1) * unit.message_bytes + mean_and_product)
@@ -335,6 +341,7 @@ class StepSimulator:
             last: True for the last micro-batch of the step.
         """
         # ---- determine the order of the sharding units in backward
+        # With tied embeddings the first unit is used first, because its embedding is also the output layer's weight.
         tied, groups, segment = self.trace.tied, self._groups, self.trace.num_segments - 1
         for unit in self.units:
             unit.is_sharded = False
@@ -647,7 +654,8 @@ class StepSimulator:
             if self._on_host:
                 on_device = MASTER_BYTES * unit.size * ((unit.axis.size > 1) + unit.reduced)
             self.ledger.pass_through(Memory.BUFFERS, unit.cross_buffer + partial + on_device)
-            # With overlap, the partial sums of all units wait in memory for the cross hop in the worst case.
+            # With overlap, the partial sums of all units wait in memory for the cross hop in the worst case. If `.grad`
+            # cannot be a view of FSDP2's output (`SummingReduce.fills`), the reduced gradient is a further tensor.
             if self._context.overlap_reduce:
                 late_sum = 0 if self._on_host or unit.reduce.fills(result) else result.nbytes
                 self.ledger.add(Memory.BUFFERS, partial + late_sum)
@@ -731,8 +739,9 @@ def expert_axes(layout: Layout) -> tuple[str, str, str]:
 def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
     """Return the traffic and seconds of an optimizer step with any number of micro-batches.
 
-    At most three micro-batches are simulated. The micro-batches between the first and the last are alike, so their
-    bytes and seconds are extrapolated. A preceding step lets the schedules of gathers learn the order of the units.
+    At most three micro-batches are simulated. The micro-batches between the first and the last are alike. Each of them
+    counts as the difference between a step of three and a step of two micro-batches. Before these steps,
+    `StepSimulator.learn_order` lets the schedules of gathers learn the order of the units.
     """
     step.learn_order()
     if micro_batches <= SIMULATED_MICRO_BATCHES:
@@ -747,14 +756,16 @@ def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
 
 
 def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -> tuple[int, int]:
-    """Return the most bytes of DiLoCo's messages, with outer gradients, that are in flight during an optimizer step.
+    """Return the largest number of bytes of DiLoCo's messages that are in flight at the same time.
+
+    The messages carry outer gradients. Those of a fragment are in flight for the delay between sending and merging.
 
     Args:
         fragments: outer weights of DiLoCo, by fragment.
         plan: plan of DiLoCo, with the delay between sending and merging.
 
     Returns:
-        bytes of these messages; and the index of the fragment among them that is sent last.
+        bytes of the messages at that time; and, of the fragments in flight then, the index of the one sent last.
     """
     sizes = [sum(unit.sent_bytes for unit in fragment) for fragment in fragments]
     count = math.ceil(plan.delay * plan.fragments / plan.steps)

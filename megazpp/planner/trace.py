@@ -188,8 +188,9 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
         )
     alike["moe_layer_freq"] = "[0,1]" if mixed else "1"  # layer 0 represents dense layers, layer 1 those with experts
     # Number of traced layers: one for each kind of layer that differs from the others. With frozen parameters there are
-    # three kinds, because no gradient leaves the first layer, and the first layer's input is freed in the second layer.
-    # There are two kinds if only some layers have experts, or if only some recompute.
+    # three kinds: the first layer, which computes no gradient of its input; the second layer, during which the memory
+    # of the first layer's input is freed; and all others. There are two kinds if only some layers have experts, or if
+    # only some recompute.
     most = 3 if inputs.prepare is not None else 2 if mixed or again is not None else 1
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again, **alike)
     keys = sum(keys_per_token(inputs.seq_length, span) for span in config.attention_span) / config.layers
@@ -541,14 +542,16 @@ def _described(value: Any) -> Any:
 class FusedAttention(TorchFunctionMode):
     """Function mode that replaces attention in a trace by a fused kernel's operations and memory.
 
-    A fused kernel does not keep the S x S scores of a sample of S tokens. It keeps its mask for backward, in the dtype
-    of the queries. Torch does not choose fused kernels for meta tensors.
+    A fused kernel does not keep the S x S scores of a sample of S tokens. If it has a mask, it keeps the mask for
+    backward, in the dtype of the queries. Without this mode the trace would have an unfused kernel, because torch does
+    not choose fused kernels for meta tensors.
 
     Args:
         recorder: recorder of operations and memory.
         repeats_groups: True if keys and values are repeated for each query head, because CUDA's kernels with a mask
             need as many heads of keys and values as of queries.
-        share: fraction of the S x S scores that is computed without a mask, as the mean over the layers.
+        share: fraction of the S x S scores that a kernel without a mask computes, as the mean over the layers. A kernel
+            with a mask computes all scores.
     """
 
     def __init__(self, recorder: TraceRecorder, *, repeats_groups: bool, share: float = 0.5) -> None:
