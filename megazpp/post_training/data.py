@@ -237,7 +237,7 @@ def make_pair_batch(samples: torch.Tensor, *, multiple: int = 1, ref_logps: torc
 
 
 def pack(lengths: npt.NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Pack examples into rows by best fit: the longest example first, each into the fullest row that has space.
+    """Pack examples into rows by best fit: the longest example first, each into the fullest row with space for it.
 
     Args:
         lengths: [N] number of tokens of each example.

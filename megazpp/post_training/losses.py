@@ -1,8 +1,9 @@
 """The losses of post-training, as functions of tensors.
 
-The functions do not communicate or average. They return a number per token or per pair, and the caller divides by
-counts of the whole global batch. (TRL divides by counts of a process or a micro-batch.) tests/post_training compares
-values and gradients with TRL: DPO, reward, GRPO and RLOO with 1.16.0, PPO with 1.12.0.
+The functions do not communicate; only `whiten` sums over ranks, by a function that it gets. A loss is a number per
+token or per pair. objectives.py averages these numbers with counts of the whole global batch. (TRL uses counts of a
+process or a micro-batch.) tests/post_training compares values and gradients with TRL: DPO, reward, GRPO and RLOO with
+1.16.0, PPO with 1.12.0.
 
 Legend: B rows of a micro-batch, S tokens of a row, N completions of a whole generation on all ranks, G completions of
 one prompt. Masks are fp32 zeros and ones. Unless stated otherwise, `mask` is [B, S] and marks the completions' tokens,
@@ -111,12 +112,13 @@ def reward_losses(
     margins: torch.Tensor | None = None,
     center: float | None = None,
 ) -> torch.Tensor:
-    """Compute the Bradley-Terry losses with which a reward model is trained on pairs of answers.
+    """Compute the Bradley-Terry losses of a reward model for B pairs of answers.
 
     Args:
-        chosen: [B] scores of the preferred answers of B pairs.
+        chosen: [B] scores of the preferred answers.
         rejected: [B] scores of the rejected answers.
-        margins: [B] least differences that the scores should have (Llama 2); None for 0.
+        margins: [B] numbers by which the score of the preferred answer should at least exceed the score of the rejected
+            answer (Llama 2); None for 0.
         center: weight of a term that pulls the mean score to 0; None for no such term.
     Returns:
         [B] fp32 losses of the pairs.

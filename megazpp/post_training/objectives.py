@@ -108,8 +108,8 @@ class StepSums:
     def means(self) -> dict[str, float]:
         """Return the means and maxima of the step by metric name, equal on all ranks.
 
-        All ranks call this, and their hosts wait for the devices. A metric is left out if it has no values, or if the
-        weights of its values are all 0.
+        All ranks call this, and each host waits for its device. A mean is missing in the result if it got no values, or
+        if the weights of its values are all 0. A maximum is missing if it got no values.
         """
         found: dict[str, float] = {}
         if self._sums:

@@ -7,9 +7,10 @@ The estimates use the simulated step of planner/step.py. They give the peak memo
     asking     a forward of the reference model or the reward model
     training   forward, backward and update of the policy, or of its adapters on a frozen base
 
-All phases include the policy's shards, optimizer moments and secondary partition, and the frozen models. Of streamed
-models (--weights-device host or disk), only the bytes on the device count. Of a scalar head (reward, ppo), only the
-shards and moments count.
+All phases include the policy's shards, optimizer moments, secondary partition and error feedback, and the frozen
+models. With --precompute-ref-log-probs, the reference model is freed before the phase `training`. Of streamed models
+(--weights-device host or disk), only the bytes on the device count. Of a scalar head (reward, ppo), only the shards and
+moments count.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ def plan_models(
     whole = plan._replace(layout=dataclasses.replace(plan.layout, ep=1))
 
     def asked_in(bits: int | None) -> Counter[Memory]:
-        """Return the peak bytes during a forward of a frozen model, packed in `bits` bits (None: the dtype's own)."""
+        """Return the peak bytes during a forward of a frozen model, by kind of memory.
+
+        The model's matrices are packed in `bits` bits per value. None: they have the dtype in which the model computes.
+        """
         step = make(prepare=_freeze, frozen_bits=bits, plan=whole)
         step.run_forward()
         return step.ledger.peak
@@ -111,11 +115,12 @@ def plan_models(
         once = {kind: asked[kind] for kind in (Memory.ACTIVATIONS, Memory.UNPACKED)}
         if streams:
             once[Memory.UNPACKED] = 0
-        # With adapters, their frozen base is the reference model, whose forward also unpacks packed units
+        # With adapters, the reference model is the policy's frozen base, and its forward unpacks packed weights
         if settings is not None and post.needs_reference:
             base = asked_in(lora.base_weight_bits)
             once[Memory.UNPACKED] = max(once[Memory.UNPACKED], base[Memory.UNPACKED])
-        if not post.draws:  # dpo asks the reference model between micro-batches, so gradients are in memory as well
+        # dpo runs the reference model in each micro-batch, with the gradients of earlier micro-batches in memory
+        if not post.draws:
             once |= {kind: training[kind] for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS)}
         phases["asking"] = standing + reward + reference + Counter(once)
     # With precomputed log-probabilities, the reference model is freed before training

@@ -215,7 +215,7 @@ class RolloutLoader(StatePart):
 
     Args:
         sampler: sampler of completions, which also calls the reward functions.
-        prompts: prompts of the training data.
+        prompts: prompts of the training data, in the order in which generations use them.
         config: flags of the objective.
         reward_weights: weights of the reward functions; None for 1 each. A reward model has weight 1.
         reference: function that computes the reference model's log-probabilities; None without a reference model.

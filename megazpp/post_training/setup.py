@@ -180,7 +180,7 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
 def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     """Check before workers start that all files that the flags name can be used; read data for about a second.
 
-    `check_inputs` does the same for pretraining.
+    `check_inputs` in data/dataset.py does the same for pretraining.
 
     Args:
         parsed: the completed flags.
@@ -238,7 +238,7 @@ def _check_data(config: RunConfig, post: PostTrainingConfig, form: DataFormatCon
         with problems, contextlib.suppress(TimeoutError):
             if missing := [missing_file(file) for file in files if not file.exists()]:
                 raise ValueError("\n".join(missing))
-            if problems:  # without a template, or after the errors of other data, only missing files are of interest
+            if problems:  # without a template, or after errors in other data, check only that the files exist
                 continue
             if post.draws:
                 longest = form.max_length - post.max_completion_length
@@ -272,7 +272,9 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
 
 
 def check_same_tokens(folder: CheckpointFolder, record: CheckpointMetadata, tokenizer: Tokenizer) -> Tokenizer | None:
-    """Return the tokenizer of a reference or reward model's checkpoint; None if the checkpoint has none.
+    """Compare the tokenizer of a reference or reward model's checkpoint with the policy's, and return it.
+
+    The result is None if the checkpoint has no tokenizer, so that nothing can be compared.
 
     Args:
         folder: folder of the model's checkpoints.

@@ -129,7 +129,8 @@ class PostTraining:
     def take_reference(self) -> None:
         """Copy the policy's weights to the reference model of --sync-ref-model, if the run has this flag.
 
-        The trainer calls this when the weights of a new run are loaded.
+        tools/post_train.py calls this after `Trainer.load`, unless the run resumes. A resumed run loads its reference
+        model from its own checkpoint.
         """
         if self._synced is not None:
             self._synced.take(1.0)
@@ -165,8 +166,8 @@ class PostTraining:
         opened = zip(Splits._fields, files, self._counts, strict=True)
         found = Splits(*(self._open(paths, template, n, use) if paths and n else None for use, paths, n in opened))
         self.tokenizer.files = template.files(self.tokenizer.files)  # checkpoints save these files
-        # The log suggests these flags for tools/generate.py at the end of the run. They need --chat if the model has
-        # learned from conversations, because it then answers only prompts in its chat template.
+        # At its end, a run logs a command of tools/generate.py with these flags. A model that has learned from
+        # conversations answers only prompts in its chat template, so the command then needs --chat.
         self._generate_flags = "--chat --prompt 'Who are you?'" if template.used else "--prompt 'Call me'"
         return found
 
@@ -327,7 +328,13 @@ class PostTraining:
     def _frozen(
         self, folder: CheckpointFolder, iteration: int | None, role: Literal["reference", "reward"]
     ) -> FrozenModel:
-        """Load the reference or reward model from a folder of checkpoints; `iteration` None loads the latest."""
+        """Load the reference or reward model from a folder of checkpoints.
+
+        Args:
+            folder: folder of checkpoints.
+            iteration: iteration of the checkpoint; None for the latest.
+            role: "reference" or "reward": which of the two models the checkpoint contains.
+        """
         weights, store = self.weights, self.weights.weight_store
         if store is not None:  # a folder of --weight-store has one model's files, so each role has its own
             weights = dataclasses.replace(weights, weight_store=str(Path(store) / role))
