@@ -3,15 +3,15 @@
 GPT-2 has learned positions, LayerNorm, biases, and matrices stored as [in, out]. Llama has rotary positions, and
 queries, keys and values as three matrices.
 
-| model_type | differs from llama in                                        | flags here                              |
+| model_type | differs from llama in                                        | flags of MegaZ++                        |
 |------------|--------------------------------------------------------------|-----------------------------------------|
 | mistral    | sliding windows in all layers; no biases                     | --window-size                           |
 | qwen2      | biases on queries, keys and values only; windows by layers   | --add-qkv-bias, --window-attn-skip-freq |
 | qwen3      | normalized queries and keys; no biases; windows by layers    | --qk-layernorm                          |
 | granite    | factors of embeddings, scores, residuals and logits          | --embedding-multiplier and three more   |
 | smollm3    | layers without rotary positions; windows by layers           | --no-rope-freq                          |
-| phi3       | windows; some channels rotate; fused matrices, split here    | --rotary-percent                        |
-| olmo2      | norms after attention and MLP, and of all queries and keys   | --norm-after-block                      |
+| phi3       | windows; some channels rotate; fused qkv, fused gate/up      | --rotary-percent                        |
+| olmo2      | norms after attention and MLP; q/k norms over all heads      | --norm-after-block                      |
 | starcoder2 | LayerNorm, a GeLU MLP, biases everywhere; windows            | no --swiglu                             |
 
 To support a further family that differs from Llama only in these ways, add an entry to `RELATIVES`. An export uses the
@@ -45,8 +45,8 @@ ACTIVATIONS: dict[str, dict[str, bool]] = {
     "gelu": {},
     "relu2": {"squared_relu": True},
 }
-# For a key of Hugging Face's config.json: the field of GPTConfig that its value sets, the property of GPTConfig with
-# the value to write, and the method of `Settings` that reads and checks the value.
+# For keys of Hugging Face's config.json: the field of GPTConfig that the key's value sets, the property of GPTConfig
+# whose value an export writes, and the method of `Settings` that reads and checks the value.
 Keys = Mapping[str, tuple[str, str, str]]
 _GPT2_KEYS: Keys = {
     "n_layer": ("num_layers", "layers", "count"),
@@ -399,7 +399,8 @@ def read_rotary(settings: Settings, *, partial: bool, scaled: bool) -> dict[str,
         scaling = {"rope_scaling_factor": factor, "rope_scaling_original_length": original}
         return found | {"use_rope_scaling": True, **scaling}
     rope.only("truncate", True)
-    # As in transformers: if both keys are set, the default of attention_factor is the ratio of their attention factors
+    # As in transformers: if mscale and mscale_all_dim are both set, the default of attention_factor is the ratio of the
+    # two factors that follow from them and from the scaling factor.
     mscales = [rope.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
     tempered = [1.0 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in mscales]
     default = tempered[0] / tempered[1] if all(mscales) else None

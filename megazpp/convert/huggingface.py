@@ -59,7 +59,7 @@ def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
 
     Args:
         folder: Hugging Face folder of the model.
-        adapter: folder of an adapter that the caller merges into the model; None if it merges none.
+        adapter: folder of an adapter (--adapter), which `convert` merges into the opened model; None without one.
     Raises:
         ValueError: a file is missing or damaged, or the model is not supported.
     """
@@ -254,7 +254,8 @@ def _differences(architecture: Architecture, config: GPTConfig) -> list[str]:
         back = GPTConfig(**architecture.read(Settings(architecture.write(config), architecture.class_name)))
     except ValueError:  # the family does not support a value of `config` at all
         return list(SHAPE)
-    # A derived value may depend on several fields, so report only fields that differ themselves
+    # SHAPE names for each field a property, whose value may depend on several fields. If the property differs, report
+    # only fields that differ themselves.
     pairs = asdict(config), asdict(back)
     changed = [name for name, derived in SHAPE.items() if getattr(config, derived) != getattr(back, derived)]
     return [name for name in changed if pairs[0][name] != pairs[1][name]]
@@ -276,19 +277,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _open_files(folder: Path, architecture: Architecture, explicit: str | None) -> dict[str, Deferred]:
-    """Open the weights of a Hugging Face folder, and return them by their names in transformers; ignore buffers.
+    """Open the weights of a Hugging Face folder, and return them by their names in transformers.
+
+    Stored tensors that are not weights (`Relative.buffers`) are ignored.
 
     If the folder has weights in several formats, the function opens the files that transformers would open.
 
     Args:
         folder: Hugging Face folder of the model.
-        architecture: family of the model.
+        architecture: family of the model, with the prefix of tensor names and the pattern of tensors to ignore.
         explicit: file that config.json names in transformers_weights; None if it names none.
     Raises:
         ValueError: a file is missing or damaged, or is not in this folder.
     """
     file = explicit or next((name for name in _FILES if (folder / name).is_file()), WHOLE)
-    places: Any = {"": file}  # in the form of an index: from tensors to files
+    places: Any = {"": file}  # like the `weight_map` of an index, from tensor names to files, but with only one entry
     if file.endswith(".index.json") and Path(file).name == file:
         places = read_json(folder / file).get("weight_map")
         if not isinstance(places, dict):
