@@ -24,6 +24,8 @@ class SampleAtEnd(Feature):
     def attach(self, trainer: Trainer) -> Attached:
         """Check the prompts, and attach a function that generates and records texts at the end of the training.
 
+        Without --sample-tokens, the returned `Attached` has no function.
+
         Raises:
             ValueError: a prompt has more tokens than the model accepts.
         """

@@ -92,7 +92,8 @@ def generate(
         first_prompt: index of the first prompt, if earlier calls have continued other prompts of the same list.
         cache_on_host: True to keep keys and values in host memory.
         is_last: function (row, token) that is called for each new token of a row in order, and returns True if the
-            token ends the row. Its results must be the same on all tensor-parallel ranks.
+            token ends the row. Its results must be the same on all tensor-parallel ranks. With streamed weights or
+            expert parallelism, they must be the same on all ranks.
         stopped: function that returns True if this rank has caught a stop signal, which ends all rows.
     """
     started, first = time.perf_counter(), 0.0
@@ -186,8 +187,9 @@ def draw_completions(
             results must be the same on all ranks of `together`. With this function the host waits for each token.
         look_every: number of tokens after which the host checks which rows have ended. None: LOOK_EVERY on CUDA, where
             a check waits for the device, and 1 on a CPU. Tokens that a row samples after its end are dropped.
-        stopped: function that returns True if this rank has caught a stop signal. The sampling then ends on all ranks
-            of `together`, and the caller must not use the result.
+        stopped: function that returns True if this rank has caught a stop signal. The sampling then ends early on all
+            ranks of `together`. The completions are incomplete: `generate` returns them for display, and
+            `PolicySampler` discards them.
         max_length: longest input of the model, in tokens. A longer row loses its first tokens. Each further token then
             needs a forward over all positions, because the remaining tokens have changed their positions.
         cache_on_host: True to keep keys and values in host memory.

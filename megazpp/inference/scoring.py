@@ -162,8 +162,9 @@ def score_whole(
     check_special_tokens([sequences], tokenizer, f"--input {path}")
     if warning := missing_ends([DataSource(sequences, f"--input {path}")], data, tokenizer):
         say(warning)
-    # If the tokenizer puts special tokens before a text, all ids after the first of them are predicted. Otherwise put
-    # eod, if the tokenizer has it, before the text, from which its first id is predicted.
+    # The first id of the dataset is never predicted. If the tokenizer puts special tokens before a text, this id is the
+    # first of them. Otherwise put the end-of-document token before the text, if the tokenizer has one, so that all ids
+    # of the text are predicted.
     start = None if tokenizer.special_tokens.used and tokenizer.special_tokens.before else tokenizer.eod
     text = WholeText(sequences, seq_length=data.seq_length, eod=start, vocab_size=tokenizer.vocab_size, name=path)
     # ---- compute the mean loss of all tokens of the text; a batch is not larger than the text
