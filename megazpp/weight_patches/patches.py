@@ -62,7 +62,7 @@ class WeightPatches:
     A copy of the rank's weights after the last step stays in host memory, with two bytes per weight of its shards.
 
     Args:
-        folder: folder of --save-weight-patches, which is created if needed.
+        folder: folder of --save-weight-patches, which `take_patches_folder` has created.
         interval: number of training steps between files with all weights.
         model: model whose weights are written.
         sharding: sharding of the model, with its sharding units.
@@ -101,8 +101,9 @@ class WeightPatches:
     def write(self, progress: TrainingProgress) -> None:
         """Write a file with the changes of this rank's shards in the last training step.
 
-        At the start of a chain, write a file with the complete shards instead. After each interval, write such a file
-        in addition. All ranks call this after each step.
+        At the start of a chain, write a file with the complete shards instead. Write such a file in addition if the
+        number of the step is a multiple of the interval. A new chain starts at the first call, and if the step of
+        `progress` does not follow the step of the last call. All ranks call this after each step.
         """
         step, first = progress.iteration, self._step is None or progress.iteration != self._step + 1
         if first:

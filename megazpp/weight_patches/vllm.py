@@ -19,7 +19,7 @@ from megazpp.weight_patches.reader import PatchReader
 
 @dataclass
 class PatchFolder(base.WeightTransferInitInfo):
-    """The settings of vLLM's weight transfer.
+    """The `init_info` that a program gives to vLLM's `init_weight_transfer_engine`.
 
     Attributes:
         folder: path, on the hosts of vLLM's workers, of the folder that the training run's --save-weight-patches names.
@@ -30,7 +30,7 @@ class PatchFolder(base.WeightTransferInitInfo):
 
 @dataclass
 class PatchStep(base.WeightTransferUpdateInfo):
-    """The request of vLLM's caller to load newer weights.
+    """The `update_info` that a program gives to vLLM's `update_weights` to make vLLM load newer weights.
 
     Attributes:
         step: training step whose weights all workers of vLLM load.
