@@ -244,7 +244,31 @@ class SimulatedWork(Work[T]):
 
 
 class Memory(StrEnum):
-    """Kinds of device memory by use. The values are the names in the report of --plan."""
+    """Kinds of device memory by use. The values are the names in the report of --plan.
+
+    Attributes:
+        PARAMETERS: fp32 shards of the trained weights.
+        MOMENTS: moments of the optimizer.
+        GRADIENTS: shards of the reduced gradients.
+        SECONDARY: secondary partition of hpZ.
+        WORKING: with --optimizer-cpu-offload, shards of the weights in the dtype of gathers.
+        STAGING: with --optimizer-cpu-offload, slots for states that are uploaded from host memory.
+        PARTIAL_SUMS: gradients of earlier micro-batches that wait for the cross hop.
+        FEEDBACK: error feedback of gradients.
+        COMMON: R, the copy of DiLoCo's outer weights that is equal in all replica groups.
+        OUTER: DiLoCo's outer weights and outer momentum.
+        OUTER_FEEDBACK: error feedback of DiLoCo's outer gradients.
+        OUTER_MESSAGES: DiLoCo's messages in flight.
+        GATHERED: unsharded parameters.
+        WHOLE_GRADIENTS: unsharded gradients.
+        BUFFERS: buffers of gathers, reductions and other collectives.
+        ACTIVATIONS: activations, with all temporary tensors of forward and backward.
+        FROZEN: packed frozen weights below adapters (LoRA), sharded.
+        UNPACKED: frozen weights that are gathered or unpacked for use.
+        REFERENCE: reference model of post-training.
+        REWARD: reward model of post-training.
+        KEYS_AND_VALUES: cache of attention's keys and values while completions are sampled.
+    """
 
     PARAMETERS = "parameters"
     MOMENTS = "moments"

@@ -261,8 +261,8 @@ class StepSimulator:
             self.ledger.free(kind)
         for units in self.fragments:
             sizes = [unit.rows.nbytes for unit in units]
-            # The outer gradient takes 8 reads or writes of memory: write zeros (1), copy the weights (2), subtract them
-            # from the common copy (3) and scale the difference (2).
+            # The outer gradient takes 8 reads or writes of the bytes of `rows`: write zeros (1), copy the weights (2),
+            # subtract them from R, the common copy (3), and scale the difference (2).
             self._touch(8 * sum(sizes))
             send_fragment(units, axis, plan, torch.empty((), dtype=torch.float64, device=META))
             # The messages of all fragments count together, because at the end of a run all are in flight at once.
@@ -315,7 +315,7 @@ class StepSimulator:
     # ---- forward, backward and optimizer --------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        """Simulate the forward of a micro-batch: gather each unit, compute with it, and with ZeRO stage 3 free it."""
+        """Simulate a micro-batch's forward: gather each unit's parameters, compute, and free them with ZeRO stage 3."""
         units, tied, following = self.units, self.trace.tied, iter([*self.units[1:], None])
         for index, group in enumerate(self._groups):
             for unit in group:
@@ -616,7 +616,7 @@ class StepSimulator:
             first: True for the first micro-batch of the step.
             last: True for the last micro-batch of the step.
         """
-        # ---- free the gathered parameters of the unit; a unit without trained parameters has none, and no gradients
+        # ---- free the unit's gathered parameters; a unit without trained parameters has neither these nor gradients
         if unit.reduce is None:
             return
         stage = self._stage_of(unit)
