@@ -223,7 +223,7 @@ def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> 
 
 
 def _check_text_only(record: Record) -> None:
-    """Raise a ValueError if a line of data has images, which TRL's trainers would insert into the messages."""
+    """Raise a ValueError if a line of data has images. TRL's trainers would insert these into the messages."""
     for name in ("image", "images"):
         if record.get(name):
             raise ValueError(f"the column {name!r} holds images, but only text is supported; remove or rename it")

@@ -45,7 +45,8 @@ class FrozenModel:
         model: the model.
         temperature: divisor of the logits for log-probabilities.
         is_policy: True if `model` is the trained policy, which is the reference model when its adapters are off.
-        score_pad: id of the padding token that a reward model's score leaves out, see `objectives.scores`.
+        score_pad: id of the padding token, if a reward model scores the last token that is not padding; None if it
+            scores the last token. See `objectives.scores`.
     """
 
     def __init__(

@@ -136,7 +136,10 @@ class PostTraining:
             self._synced.take(1.0)
 
     def save_adapter(self) -> None:
-        """Save the adapters of a LoRA run in PEFT's format to the folder adapter/ of --save, if there are any."""
+        """Save the adapters of a LoRA run in PEFT's format to the folder adapter/ of --save.
+
+        Without --lora-r or without --save, nothing is written.
+        """
         if self._adapted is not None and self.config.checkpoint.save is not None:
             folder = Path(self.config.checkpoint.save).expanduser() / "adapter"
             save_adapter(self._adapted, folder, self.run.dims, with_head=self.post.objective == "reward")
