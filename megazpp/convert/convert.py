@@ -168,7 +168,8 @@ def export(
         if HEAD in model.tensors and SCORE_PAD in record.flags:
             ids["pad_token_id"] = record.flags[SCORE_PAD]
         elif HEAD in model.tensors and ids.get("pad_token_id") in (None, *ends):
-            # With eos as padding token, transformers would take the score at the token before eos, not at the last one.
+            # transformers takes the score at the last token that is not padding. With eos as padding token, this would
+            # be the token before eos, but the model was trained with the score at the last token.
             ids["pad_token_id"] = None
             say("note: no token serves for padding only, so transformers scores one text at a time (pad_token_id)")
         write_model(folder, model, token_ids=ids)

@@ -9,7 +9,7 @@ Names of tensors in the versions of Megatron-LM:
 
     language_model.embedding.{word,position}_embeddings.weight
     language_model.{transformer,encoder}.layers.N.{attention,self_attention}.query_key_value.{weight,bias}  ...
-    language_model.output_layer.weight                       untied
+    language_model.output_layer.weight                       only if embeddings are not tied
     decoder.layers.N.self_attention.linear_qkv.weight  ...   the same tensors in Megatron-Core
 
 Layout of the rows of query_key_value on a rank with np heads of hn channels: [3, np, hn] in version 0, [np, hn, 3] in
@@ -48,7 +48,8 @@ _TRUTHS = (  # boolean arguments of Megatron-LM that are fields of GPTConfig wit
     *("squared_relu", "untie_embeddings_and_output_weights", "add_qkv_bias"),
 )
 # A checkpoint may refer to classes and functions of these packages or with these names. Their objects become `Unknown`.
-# They are of Megatron, its forks and its libraries, of numpy in states of random generators, and a few of Python's own.
+# These are packages of Megatron-LM, its forks and its libraries; numpy, for the states of random generators; and a few
+# modules of Python itself.
 _HARMLESS = ("megatron.", "apex.", "deepspeed.", "transformer_engine.", "fp16.", "numpy.", "pathlib.", "signal.")
 _HARMLESS_NAMES = ("_codecs.encode", "_io.BytesIO", "types.SimpleNamespace", "enum.Enum")
 # Errors that torch and pickle raise for damaged files.

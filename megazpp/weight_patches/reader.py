@@ -66,8 +66,8 @@ class PatchReader:
     def advance(self, step: int | None = None) -> int | None:
         """Read the files that lead to the weights of training step `step`, and return the step.
 
-        Processes that share a model must load the same weights. Choose the step once, by `newest_step`, and pass it to
-        all of them.
+        If several processes of an engine compute with parts of one model, all of them must load the same weights. Then
+        call `newest_step` once, and pass the result as `step` in all processes.
 
         Args:
             step: training step of the newest chain of files; None for the newest step whose files are complete.
