@@ -161,8 +161,8 @@ def load_frozen(
     """Load a reference or reward model from a checkpoint. All ranks call this.
 
     Args:
-        spec: specification of the policy. With `scalar_head` the model is a reward model, whose architecture is taken
-            from its checkpoint.
+        spec: specification of a model with the policy's architecture. If its `scalar_head` is True, the function loads
+            a reward model, and takes the architecture from the reward model's checkpoint instead.
         place: device and process groups for the frozen weights.
         weights: flags for the storage of the weights: packed and sharded, or streamed from host memory or a disk.
         folder: folder of checkpoints.

@@ -86,8 +86,8 @@ class PolicySampler:
         at_once: number of completions that a data rank samples in one batch; None for all.
         base: handle to the frozen base weights of a policy with adapters; None without adapters.
         stopped: function that returns True if this rank has caught a stop signal.
-        give_up: function that raises StopRequested on all ranks if one of them has caught a stop signal. All data ranks
-            call it equally often, after each batch of completions.
+        give_up: function that raises StopRequested on all ranks if one of them has caught a stop signal. All ranks call
+            it together: after each batch of sampled completions, and before each micro-batch of the later stages.
     """
 
     model: GPTModel
@@ -373,8 +373,8 @@ class RolloutLoader(StatePart):
 
         Args:
             number: number of the generation.
-            iteration: iteration that begins, for the log.
-            first_prompt: sample number of the generation's first prompt.
+            iteration: number of the training step that begins, for the log and for error messages.
+            first_prompt: index in `prompts` of the generation's first prompt.
         """
         began, config, rows = time.perf_counter(), self.config, self._rows()
         prompts = [self.prompts[first_prompt + row // config.group_size] for row in rows]
