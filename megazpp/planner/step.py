@@ -239,7 +239,10 @@ class StepSimulator:
             self._optimizer()
 
     def run_forward(self) -> None:
-        """Simulate a forward without backward. `ledger` then has the forward's memory, and `counter` its sent bytes."""
+        """Simulate a forward without backward. `ledger` then has the memory of this forward alone.
+
+        `counter` adds the forward's sent bytes to those of earlier simulated steps.
+        """
         self._simulation.begin_step()
         self._open_ledger()
         self._forward()
