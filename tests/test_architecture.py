@@ -121,9 +121,9 @@ def test_listed_needs_of_each_feature_are_the_features_that_it_imports(library):
         assert set(needed) == {other for other in NEEDS if f"megazpp.{other}" in imported}, feature
 
 
-# Beginning of a program that runs in a fork. The fork forgets the few modules of this checkout that its server uses, so
-# all imports are from the program's folder. An editable install of the project adds an import finder, which would find
-# a deleted module in this checkout.
+# Beginning of a program that a fork server runs in a fork. The fork drops the modules of this checkout that the server
+# has imported, so all imports are from the program's folder. It also removes the import finder of an editable install,
+# which would find in this checkout a module that the test has deleted.
 FORGET = """
 import importlib, os, runpy, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]

@@ -25,7 +25,7 @@ NARROW = 128
 
 
 class _Plan(Structure):
-    """The struct `plan` of native.c: the state of a blend's order between two calls."""
+    """The struct `plan` of native.c: how far the order of a blend's samples is computed; C updates it."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_groups", "block")),

@@ -165,7 +165,8 @@ def _scale(values: Tensor, fmt: BlockFormat) -> Tensor:
         scale = peak * _constant(1 / 9, peak) if fmt.clip else scale
         near = (values.abs() >= (peak * 0.9375).unsqueeze(-1)).sum(-1)
         scale = torch.where(near * 2 >= fmt.block_size, peak * _constant(1 / 7, peak), scale).bfloat16().float()
-        # The sign of the scale makes the integer of the largest element negative, because int4 reaches from -8 to 7.
+        # The scale's sign makes the integer of the element with the largest absolute value negative, because int4
+        # reaches from -8 to 7.
         scale = torch.where(lowest == peak, scale, -scale)
     scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
     return torch.where(peak.isfinite(), scale, torch.nan)

@@ -48,9 +48,9 @@ def load_sum(
     """Dequantize one tile of each of K messages, and return the sum of the K results, added in the order 0..K-1.
 
     The sum is returned as two fp32 tensors [ROWS, HALF]: the first and the second halves of the tile's ROWS blocks,
-    where HALF is half of the block size. `payload_k` and `scales_k` are the steps of the pointers `payload` and
-    `scales` from one message to the next. With ACCUMULATE the sum starts with the tile of elements at the pointer
-    `start`.
+    where HALF is half of the block size. `payload_k` and `scales_k` are the distances from one message to the next, in
+    elements of the pointers `payload` and `scales`. With ACCUMULATE the sum starts with the tile of elements at the
+    pointer `start`.
     """
     if ACCUMULATE:
         low, high = load_data(start, left, BLOCK, WHOLE)

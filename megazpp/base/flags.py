@@ -283,7 +283,8 @@ def render_arguments_block(configs: Sequence[Any], origins: Mapping[str, str]) -
 
     Args:
         configs: configs whose flags are shown, one line `--name value  # origin` per flag.
-        origins: origin of each flag that is set, by field name. Other flags are marked as "default".
+        origins: origin of each flag that the user, a file or a checkpoint has set, by field name. Flags that the
+            program itself has changed are marked as "default".
     """
     fields = [(config, field) for config in configs for field in dataclasses.fields(config)]
     changed = [(config, field) for config, field in fields if getattr(config, field.name) != field.default]

@@ -219,7 +219,8 @@ class Tokenizer:
     special_ids: Mapping[str, int]
     added_ids: Collection[int]
     _finds_eod = False  # True if the method `_encode_spans` of this class already encodes eod_name in a text as eod
-    _largest = -1  # the tokenizer's largest id after a call of `fit`, which changes `vocab_size`; -1 before it
+    # largest id of the tokenizer itself, which `fit` stores because it changes `vocab_size`; -1 before a call of `fit`
+    _largest = -1
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, with special tokens around them if this run adds special tokens.

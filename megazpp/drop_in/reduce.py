@@ -244,7 +244,8 @@ class UnusedParameters:
         """Set `.grad` to None for parameters without a gradient on any rank.
 
         Call this method after FSDP2 has set `.grad`, and after the flags of all reductions have arrived. If this rank
-        itself had no gradient of one of the parameters, the host waits for the device to read the flags.
+        itself had no gradient of one of the parameters, the host must read the flags, and
+        waits until the device has computed them.
         """
         unused = self._fresh - self._used
         if unused:
@@ -345,7 +346,10 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
             self.finished()
 
     def finished(self) -> None:
-        """Set `.grad` to None for parameters without a gradient on any rank; do nothing while sums are in flight."""
+        """Set `.grad` to None for parameters without a gradient on any rank.
+
+        This does nothing while a reduction still has to add its sum to `.grad`; that reduction calls this method again.
+        """
         if not self._late_sums:
             self._unused.restore_none()
 

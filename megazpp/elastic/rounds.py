@@ -37,7 +37,8 @@ Record = dict[str, Any]  # a JSON object: a journal record, a rank's report, a s
 # The next four numbers say when the coordinator removes a group from the run, so that the group is "out".
 BLIP_SECONDS = 0.5  # a group is out if the connection of one of its ranks to the coordinator is lost for this time
 HEARTBEAT_SECONDS = 10.0  # the coordinator closes the connection of a rank that sends no report for this time
-# A group that has samples is out if it takes no step for HEARTBEAT_SECONDS plus its usual time for this number of steps
+# A group that has samples is removed from the run if it takes no step for HEARTBEAT_SECONDS plus its usual time for
+# this number of steps
 HANGING_STEPS = 20
 # A group is out if one of its contributions is older than this, and no other group can connect to the group
 REACH_SECONDS = 30.0
@@ -601,7 +602,7 @@ class Rounds:
         self.news.records.append(record)
 
     def _apply(self, record: Record) -> None:
-        """Change the state of the elastic run by a record: a new one, or one that the coordinator's journal has."""
+        """Apply a record to the state of the elastic run: a new record, or after a restart one from the journal."""
         match record:
             case {"run": facts, "rules": rules}:
                 before = self.rules.iterations if self.commits else 0

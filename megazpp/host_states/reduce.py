@@ -54,7 +54,10 @@ class HostedReduce(SummingReduce):
         return self.unit.states.gradients[: math.prod(size)]
 
     def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
-        """Start the reduction of `gradients` [W * n], n elements for each of W ranks, and the move to host memory."""
+        """Start the reduction of `gradients` [W * n], n elements for each of W ranks, and the move to host memory.
+
+        `output` [n] gets this rank's sum.
+        """
         work = self.start(gradients, output)
         # Make `post_backward` clear `.grad`, which FSDP2 sets to a view of the host buffer. Otherwise FSDP2 would add
         # the buffer to itself in the next micro-batch.

@@ -395,7 +395,7 @@ class TransformerLayer(nn.Module):
         Compiled code cannot use the generator that tensor-parallel ranks share, so the masks are sampled outside of it.
 
         Args:
-            x: residual stream before this layer.
+            x: residual stream before this layer, in the shape of `forward`.
             inputs: attention mask, rotary angles and offsets of documents.
             cache: key-value cache of this layer, for generation; None in training.
             kept: for full recomputation of a mixture of experts, a `Kept` with the router's decisions; otherwise none.

@@ -124,8 +124,8 @@ class SpanRecording:
     """
 
     def __init__(self, *, cuda: bool) -> None:
-        # The ended spans as (track, name, start, end, blocking). Several threads append without a lock, because
-        # `list.append` is atomic.
+        # The ended spans as (track, name, start, end, blocking): start and end are results of `now`, and blocking is
+        # True if compute waits for the span. Several threads append without a lock, because `list.append` is atomic.
         self._cuda, self.ended = cuda, list[tuple[str, str, Any, Any, bool]]()
         self.now: Callable[[], Any] = _record_event if cuda else time.perf_counter_ns
         self._where: Callable[[], object] = torch.cuda.current_stream if cuda else threading.get_ident

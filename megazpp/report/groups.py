@@ -2,7 +2,7 @@
 
 Each row of the file describes a version of the outer weights. "groups" lists the contributions of groups that the
 version has merged. "sent_bytes" has an entry for each group that takes part in the run at this version. The report
-shows each group as a strip with a box per version, and as a row of a table.
+shows each group as a strip, which has the group's state at each version (`STATES`), and as a row of a table.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def resume(folder: str, kind: str, moment: str) -> None:
     run.steps(0, 2)
     run.save(folder)
     expected, again = run.steps(2, 5), Run(kind, seed=1)
-    again.steps(0, 1)  # this step leaves a state of ZeRO++, which loading must replace
+    again.steps(0, 1)  # this step leaves error feedback and resident weights to replace
     again.load(folder, handle=moment)
     again.handle.save(f"{folder}/again")  # the loaded state must be saved again although no step has used it yet
     assert again.steps(2, 5) == expected

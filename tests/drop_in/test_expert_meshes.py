@@ -132,7 +132,7 @@ def use_local(module: nn.Module) -> None:
     forward = module.forward
 
     def call(*args: Any) -> Any:
-        """Run the module's own forward on local tensors; FSDP2 sums their gradients over the data-parallel ranks."""
+        """Run the module's own forward with local tensors as parameters; FSDP2 sums their gradients over data ranks."""
         own = dict(module.named_parameters(recurse=False))
         parts = {name: [Partial(), *own[name].placements[1:]] for name in own}  # all tp ranks have the same gradient
         whole = {name: own[name].to_local(grad_placements=parts[name]) for name in own}

@@ -197,8 +197,8 @@ def test_adapters_of_attention_train_beside_frozen_experts(loads, world, layout,
         assert names == same_names
         assert all(".attention." in name for name in names)
         assert crossed == same_crossed
-        # the base with experts is larger than the dense one; it is gathered inside the node if the node has several
-        # data ranks
+        # the frozen base model with experts is larger than the dense one; so more bytes are sent inside the node, if
+        # the node has several data ranks
         assert (inside != less) == ("nodes" in layout and "tp" not in layout)
     if "nodes" in layout:
         assert max(crossed for *_, crossed, _ in results) > 0

@@ -26,8 +26,8 @@ STEP = [
 HOPS = [span("cross", 0, 10), span("wait", 2, 8), span("local", 3, 5), span("local", 4, 6)]
 HELD = [span("compute", 0, 4, blocking=True), span("cross", 1, 3, blocking=True)]
 SHARED = [span("cross", 0, 4), span("cross", 1, 3), span("cross", 3, 6), *[span("wait", 3, 4)] * 2]
-# spans, track, and two fractions of the track's time: hidden behind compute (no wait, no blocking collective), and
-# behind compute or another hop
+# spans, track, and two fractions of the track's time: hidden behind compute, which neither waits nor runs a blocking
+# collective at that time; and hidden behind compute or another hop
 HIDDEN = [
     (STEP, "cross", (1 - 1.5 / 6, 1 - 1 / 6)),
     (STEP, "local", (0.5, 1.0)),
