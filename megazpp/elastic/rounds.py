@@ -394,10 +394,12 @@ class Rounds:
 
     def _end_lost_groups(self, now: float) -> None:
         """Remove groups from the run that have lost a rank, or take no steps for their samples."""
-        for name, group in list(self.groups.items()):
-            if group.status != "out" and self._hangs(group, now):
+        for name, group in self.groups.items():
+            if group.status == "out":
+                continue
+            if self._hangs(group, now):
                 self._end(name, f"no step for {now - group.moved[1]:.0f} s")
-            elif group.status != "out" and not self._is_whole(group) and now > group.deadline:
+            elif not self._is_whole(group) and now > group.deadline:
                 self._end(name, group.why)
 
     def _hangs(self, group: Group, now: float) -> bool:

@@ -255,9 +255,8 @@ class Hosts:
             found = [json.loads(store.get(f"host/{node}")) for node in range(1, self.num_nodes)]
             self._others = {node: (name, address) for node, (name, *_, address) in enumerate(found, start=1)}
         self._seen |= {node for node, (_, address) in self._others.items() if address in connected}
-        gone = {node for node in self._seen if self._others[node][1] not in connected}
-        gone = {node for node in gone if not store.check([f"{LEFT}/{node}"])}
-        if gone:
+        lost = {node for node in self._seen if self._others[node][1] not in connected}
+        if gone := {node for node in lost if not store.check([f"{LEFT}/{node}"])}:
             self._killed = gone
             names = ", ".join(self._others[node][0] for node in sorted(gone))
             text = f"{names}: all processes of the job have ended without notice, because they or the host were killed"

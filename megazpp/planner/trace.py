@@ -277,8 +277,8 @@ def record_segments(
         for layer in model.layers:
             if isinstance(layer, MixtureLayer):
                 layer.mlp.planned_load = inputs.expert_load
-        for module in model.modules():
-            if inputs.compiled and isinstance(module, MLP | Experts):
+        for module in model.modules() if inputs.compiled else ():
+            if isinstance(module, MLP | Experts):
                 # a compiled layer computes silu(gate) again in backward, so it does not keep silu(gate)
                 module.gated = recorder.fused(module.gated)
         model.to(inputs.dtype)
