@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 import megazpp
 from megazpp.drop_in import api
 from megazpp.drop_in.api import RANKS_PER_NODE
+from megazpp.drop_in.units import find_program_units
 
 
 def blocks(*, frozen: str = "", width: int = 16) -> nn.Module:
@@ -156,6 +157,34 @@ def set_own_collectives() -> None:
 
 def test_own_collectives_are_rejected():
     ranks(4).run(set_own_collectives)
+
+
+def use_settings_of_torch_2_15() -> None:
+    """Train with three settings that only FSDP2 of torch 2.15 has; set what they change inside of FSDP2.
+
+    `param_dtype_override_fn` gives each parameter a policy. ZeRO++ refuses several values of `grad_dtype` in a unit. It
+    refuses reductions outside of a backward, where `set_manual_backward_finalization` leaves them to the program.
+    """
+    exact = config(zero_weight_bits=16, zero_gradient_bits=(16, 16))
+    model = wrapped()
+    unit = find_program_units(model)[0]
+    unit._group.fsdp_params[1].mp_policy = MixedPrecisionPolicy(torch.bfloat16)
+    assert unit.gather_dtypes == (torch.float32, torch.bfloat16, torch.float32, torch.float32)
+    for index, p in enumerate(unit._group.fsdp_params):
+        p.sharded_grad_dtype = (torch.float32, torch.bfloat16)[index % 2]
+    with pytest.raises(ValueError, match="set the same grad_dtype for all of them"):
+        megazpp.zeropp(model, ranks_per_node=1, config=exact)
+    model = wrapped()
+    megazpp.zeropp(model, ranks_per_node=1, config=exact)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 16)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match="remove the call of set_manual_backward_finalization"):
+        find_program_units(model)[0]._group.post_backward()
+
+
+def test_settings_of_torch_2_15_are_used_or_rejected():
+    ranks(2).run(use_settings_of_torch_2_15)
 
 
 def cast_after_the_call() -> None:
