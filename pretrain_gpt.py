@@ -29,8 +29,21 @@ def parse(argv: list[str]) -> ParsedRun:
     return parse_run_config(argv, HOME, features=FEATURES)
 
 
+def answers(parsed: ParsedRun) -> bool:
+    """Print all flags and return True if --print-config is set; otherwise return False.
+
+    Raises:
+        ValueError: flags that training needs are missing, and no checkpoint can add them.
+    """
+    config, answered = parsed.config, parsed.answers()
+    replaced = any(section.replaces_training for section in config.sections)
+    if not (answered or replaced or config.checkpoint.use_checkpoint_args):
+        config.check_required()
+    return answered
+
+
 # Wrong flags end the program here, before the imports below, which take seconds.
-answer_flags(__name__, parse, ParsedRun.answers)
+answer_flags(__name__, parse, answers)
 announce(__name__)  # says on a terminal that the program imports torch, which takes seconds
 
 from megazpp.parallel.roll_call import report_tracebacks

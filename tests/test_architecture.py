@@ -218,6 +218,8 @@ def test_flags_are_read_without_torch(path):
     assert (status, "--tokenizer-model" in text or "--nodes" in text) == (2, True), text
     if path == "pretrain_gpt.py":
         assert answer("--print-config")[0] == 0
+        status, text = answer("@configs/gpt_125m.args")
+        assert (status, "required flags are missing: --data-path and --tokenizer-model" in text) == (2, True), text
 
 
 def test_three_folders_import_fsdp2_and_only_axis_calls_collectives(library):

@@ -24,6 +24,11 @@ class PlanConfig(FeatureConfig):
     plan: bool = flag(False, common=True)
     plan_expert_load: float | None = flag(None, needs="--plan", metavar="X")
 
+    @property
+    def replaces_training(self) -> bool:
+        """True with --plan."""
+        return self.plan
+
     def __post_init__(self) -> None:
         """Raise ValueError if --plan-expert-load is below 1, which is the mean load of an expert."""
         super().__post_init__()

@@ -21,7 +21,7 @@ from megazpp.base.flags import CHECKPOINT, COMMAND_LINE, Config, check_needs, fl
 from megazpp.base.program import say_notices
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.data.config import DataConfig
-from megazpp.data.tokenizer_folder import TokenizerConfig
+from megazpp.data.tokenizer_folder import TokenizerConfig, names_tokenizer
 from megazpp.model.config import ACTIVATIONS, GPTConfig
 from megazpp.optim.config import LossScaleConfig, OptimizerConfig, ScheduleConfig
 from megazpp.parallel.config import LaunchConfig, NcclConfig, ParallelConfig
@@ -91,6 +91,11 @@ class FeatureConfig(Config):
 
         The run must then detect the nodes exactly.
         """
+        return False
+
+    @property
+    def replaces_training(self) -> bool:
+        """True if the feature's flags request a command instead of training (`Feature.command`)."""
         return False
 
     @property
@@ -170,6 +175,28 @@ class RunConfig:
         tp, nodes = self.parallel.tensor_model_parallel_size, self.parallel.hsdp or self.zero.distinguishes_nodes
         nodes = nodes or any(section.distinguishes_nodes for section in self.sections)
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
+
+    def check_required(self) -> None:
+        """Raise a ValueError that lists the missing flags if some flags that every run needs are not set."""
+        data, batches = self.data, self.batches
+        learned = self.model.positions == "learned_absolute"
+        tokenizer = "" if names_tokenizer(self.tokenizer) else " and --tokenizer-model"
+        needed = {
+            "--num-layers": self.model.num_layers,
+            "--hidden-size": self.model.hidden_size,
+            "--num-attention-heads": self.model.num_attention_heads,
+            "--max-position-embeddings": self.model.max_position_embeddings if learned else 1,
+            "--seq-length": data.seq_length,
+            "--micro-batch-size": batches.micro_batch_size or batches.global_batch_size,
+            "--lr": self.schedule.lr,
+            "--train-iters (or --train-samples)": (
+                batches.train_samples if batches.train_iters is None else batches.train_iters
+            ),
+            f"--data-path{tokenizer} (or --text-path, or --mock-data)": data.sources or None,
+        }
+        missing = [name for name, value in needed.items() if value is None]
+        if missing:
+            raise ValueError(f"required flags are missing: {', '.join(missing)}; add them")
 
     def states(self) -> type[DeviceStates] | None:
         """Return the class with which a feature stores fp32 weights, moments and gradients outside the device.

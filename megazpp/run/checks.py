@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 from megazpp.base.flags import in_use, spelling
 from megazpp.base.program import Problems
 from megazpp.data.dataset import uses_with_data
-from megazpp.data.tokenizer import names_tokenizer
 from megazpp.kernels.block_quant import backend
 from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
@@ -148,7 +147,7 @@ def plan_run(
 
     # ---- check flags for which neither layout nor plan is needed
     with problems:
-        _check_required(config)
+        config.check_required()
     complete = not problems
     with problems:
         if config.anomalies.loss_spike_action == "rewind" and not saves:
@@ -217,29 +216,6 @@ def plan_run(
     problems.raise_all()
     notices += tuple(notice for found in plans for notice in found.notices)
     return plan._replace(features=tuple(plans), notices=notices)
-
-
-def _check_required(config: RunConfig) -> None:
-    """Raise a ValueError that lists the missing flags if some flags that every run needs are not set."""
-    model, data, batches = config.model, config.data, config.batches
-    learned = model.positions == "learned_absolute"
-    tokenizer = "" if names_tokenizer(config.tokenizer) else " and --tokenizer-model"
-    needed = {
-        "--num-layers": model.num_layers,
-        "--hidden-size": model.hidden_size,
-        "--num-attention-heads": model.num_attention_heads,
-        "--max-position-embeddings": model.max_position_embeddings if learned else 1,
-        "--seq-length": data.seq_length,
-        "--micro-batch-size": batches.micro_batch_size or batches.global_batch_size,
-        "--lr": config.schedule.lr,
-        "--train-iters (or --train-samples)": (
-            batches.train_samples if batches.train_iters is None else batches.train_iters
-        ),
-        f"--data-path{tokenizer} (or --text-path, or --mock-data)": data.sources or None,
-    }
-    missing = [name for name, value in needed.items() if value is None]
-    if missing:
-        raise ValueError(f"required flags are missing: {', '.join(missing)}; add them")
 
 
 def check_uses(config: RunConfig, origins: Mapping[str, str]) -> tuple[str, ...]:
