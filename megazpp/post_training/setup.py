@@ -286,7 +286,7 @@ def check_same_tokens(folder: CheckpointFolder, record: CheckpointMetadata, toke
     own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
     if own is not None and own.identity != tokenizer.identity:
         for token in range(min(own.vocab_size, tokenizer.vocab_size)):
-            if (there := own.decode([token])) != (here := tokenizer.decode([token])):
+            if (there := own.decode_with_specials([token])) != (here := tokenizer.decode_with_specials([token])):
                 pieces = f"token {token} is {there!r}, and {here!r} in the policy's"
                 remedy = "give a model that was trained with the policy's tokenizer"
                 raise ValueError(f"{folder.name}: its tokenizer is not the policy's: {pieces}; {remedy}")

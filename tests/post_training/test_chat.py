@@ -3,7 +3,9 @@
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
@@ -30,7 +32,7 @@ from helpers.tiers import chosen
 
 from megazpp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from megazpp.data.tokenizer_folder import find_tokenizer
-from megazpp.post_training import chat
+from megazpp.post_training import chat, setup
 from megazpp.post_training.chat import ChatTemplate, load_chat_template, options_of
 from megazpp.post_training.config import ChatConfig, DataFormatConfig
 from megazpp.post_training.formatting import Examples, read_examples, read_prompts
@@ -262,3 +264,15 @@ def test_template_with_too_long_a_text_is_refused(monkeypatch):
     assert len(ChatTemplate(ByteTokenizer(), "{{ 'a' * 100 }}").render([ASK])) == 100
     with pytest.raises(ValueError, match="a conversation's text has 101 characters, more than 100"):
         ChatTemplate(ByteTokenizer(), "{{ 'a' * 101 }}").render([ASK])
+
+
+def test_model_whose_special_tokens_have_other_ids_is_rejected(tmp_path):
+    own, folder = load(folder_of(tmp_path / "own", qwen2, CHATML)), folder_of(tmp_path / "other", qwen2, CHATML)
+    for path in folder.iterdir():
+        names = path.read_text().replace("im_start", "im_x").replace("im_end", "im_start")
+        path.write_text(names.replace("im_x", "im_end"))
+    source: Any = SimpleNamespace(name="--ref-load other", path=folder)
+    with mock.patch.object(setup, "open_tokenizer", side_effect=[own, load(folder)]):
+        assert setup.check_same_tokens(source, source, own) is own
+        with pytest.raises(ValueError, match=r"token 1 is '<\|im_end\|>', and '<\|im_start\|>' in the policy's"):
+            setup.check_same_tokens(source, source, own)
