@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazpp.base.flags import flag
+from megazpp.base.flags import flag, spelling
 from megazpp.packed_weights.config import WeightsConfig
 from megazpp.run.arguments import TAKEN, FeatureConfig, ParsedRun, parse_run_config
+
+_SMALLEST, _LARGEST = 1e-9, 1e9  # range of numbers by which logits are divided, and of top-p
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,13 @@ class SampleConfig(FeatureConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("sample_temperature", "sample_top_p", "sample_repetition_penalty"):
+            if (value := getattr(self, name)) and not _SMALLEST <= value <= _LARGEST:
+                given = f"{spelling(self, name)} {value}"
+                raise ValueError(
+                    f"{given} is not in [{_SMALLEST}, {_LARGEST}], where logits in fp32 stay finite: give a number in "
+                    "this range (--sample-temperature 0 selects the most likely token)"
+                )
         if "" in self.sample_stop:
             raise ValueError("--sample-stop '' is in every text: give a string that is not empty")
 

@@ -77,8 +77,14 @@ def test_invalid_sampling_settings_raise_an_error():
         ({"sample_top_p": 1.1}, "--sample-top-p 1.1 is not in (0, 1]"),
         ({"sample_min_p": 1.5}, "--sample-min-p 1.5 is more than 1"),
         ({"sample_stop": ("a", "")}, "--sample-stop '' is in every text"),
+        # these numbers give NaN in fp32
+        ({"sample_temperature": 1e-40}, "--sample-temperature 1e-40 is not in [1e-09, 1000000000.0]"),
+        ({"sample_temperature": 1e40}, "--sample-temperature 1e+40 is not in"),
+        ({"sample_top_p": 1e-300}, "--sample-top-p 1e-300 is not in"),
+        ({"sample_repetition_penalty": 1e-40}, "--sample-repetition-penalty 1e-40 is not in"),
     ]
     assert not not_refused(rows, lambda fields: sample(**fields))
+    assert sample(sample_temperature=0.0, sample_top_p=1e-9, sample_repetition_penalty=1e9).sample_temperature == 0.0
 
 
 def test_stop_string_may_contain_a_line_break():
