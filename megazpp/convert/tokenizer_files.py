@@ -19,11 +19,13 @@ from megazpp.data.tokenizer_folder import (
     as_json,
     fast,
     import_package,
+    open_folder,
     read_settings,
 )
 
 _EOD = "<eod>"
-_UNUSUAL = "a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc "  # a text that SentencePiece's usual normalizations change
+# Texts that SentencePiece's usual normalizations change, that begin with a space, and with letters without a piece
+_UNUSUAL = ("a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc ", " a", "a\x01\N{SNOWMAN}\x02 b")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # character by which SentencePiece represents a space
 _NEVER = -1e6  # log probability of a piece that the tokenizer must never choose
 # Makes transformers encode "<eod>" in a text as letters, like `Tokenizer.encode`
@@ -42,8 +44,15 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
         The entries of config.json about special tokens, such as {"eos_token_id": 0}. A value of None means no token.
     """
     ids = token_ids(tokenizer)
-    if tokenizer is None:
-        return ids
+    files = {} if tokenizer is None else _written_files(tokenizer)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_whole(folder / name, content)
+    return ids
+
+
+def _written_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the content of the files that a Hugging Face folder with this tokenizer gets, by file name."""
     files = dict(tokenizer.files)
     files.pop(CONFIG, None)
     made: dict[str, Any] = {}
@@ -53,10 +62,7 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
         made = _describe_sentencepiece(files[SENTENCEPIECE], tokenizer.eod)
     for name, values in made.items():
         files |= as_json(name, values)
-    for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        write_whole(folder / name, content)
-    return ids
+    return files
 
 
 def token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -87,9 +93,12 @@ def find_differences(tokenizer: Tokenizer) -> list[str]:
     if not tokenizer.special_tokens.used and (note := special_tokens_note(tokenizer)):
         return [note]
     if isinstance(tokenizer, SentencePieceTokenizer):
-        processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[SENTENCEPIECE])
-        if processor.normalize(_UNUSUAL).replace(_SPACE, " ").removeprefix(" ") != _UNUSUAL:
-            return ["the SentencePiece model normalizes texts but transformers does not, so some token ids differ"]
+        theirs, processor = open_folder(_written_files(tokenizer)), tokenizer.processor
+        pieces = (processor.id_to_piece(i).replace(_SPACE, " ") for i in range(processor.get_piece_size()))
+        texts = [*_UNUSUAL, *(f"a{piece}a" for piece in pieces)]
+        pairs = zip(texts, tokenizer.encode_batch(texts), theirs(texts)["input_ids"], strict=True)
+        if differ := next((text for text, own, other in pairs if own != other), None):
+            return [f"transformers gives other token ids than the SentencePiece model to texts such as {differ!r}"]
     return []
 
 

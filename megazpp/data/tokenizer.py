@@ -350,33 +350,33 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, model: bytes, files: Mapping[str, bytes] | None = None) -> None:
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.vocab_size = self._num_pieces = self._processor.get_piece_size()
-        named, eos, unknown = self._processor.piece_to_id("<eod>"), self._processor.eos_id(), self._processor.unk_id()
+        self.processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self.vocab_size = self._num_pieces = self.processor.get_piece_size()
+        named, eos, unknown = self.processor.piece_to_id("<eod>"), self.processor.eos_id(), self.processor.unk_id()
         self.eod = named if named != unknown else eos if eos >= 0 else None
-        self.eod_name = None if self.eod is None else self._processor.id_to_piece(self.eod)
+        self.eod_name = None if self.eod is None else self.processor.id_to_piece(self.eod)
         self.files = {**(files or {}), SENTENCEPIECE: model}
-        self.special_ids = {} if self.eod is None else {self._processor.id_to_piece(self.eod): self.eod}
+        self.special_ids = {} if self.eod is None else {self.processor.id_to_piece(self.eod): self.eod}
         self.added_ids = set(self.special_ids.values())
         self.variables = {"eos_token": self.eod_name or "", "bos_token": ""}
         self.identity = f"sentencepiece-{hashlib.sha256(model).hexdigest()}"
 
     def _encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        return self.processor.encode(text)
 
     def _encode_spans(self, text: str) -> EncodedText:
-        if hasattr(self._processor, "encode_as_offset_mapping"):
-            found = self._processor.encode_as_offset_mapping(text)
+        if hasattr(self.processor, "encode_as_offset_mapping"):
+            found = self.processor.encode_as_offset_mapping(text)
             return EncodedText(found["ids"], found["offsets"])
-        immutable: Any = self._processor  # sentencepiece 0.2.1 has only a method that its types do not declare
+        immutable: Any = self.processor  # sentencepiece 0.2.1 has only a method that its types do not declare
         pieces = immutable.encode_as_immutable_proto(text).pieces
         return EncodedText([piece.id for piece in pieces], [(piece.begin, piece.end) for piece in pieces])
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._processor.decode([int(i) for i in ids if i < self._num_pieces])
+        return self.processor.decode([int(i) for i in ids if i < self._num_pieces])
 
     def piece_bytes(self, token: int) -> int | None:
-        pieces = self._processor
+        pieces = self.processor
         if token == self.eod or token >= self._num_pieces or pieces.is_control(token) or pieces.is_unknown(token):
             return 0
         return 1 if pieces.is_byte(token) else None

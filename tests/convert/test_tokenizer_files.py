@@ -109,12 +109,17 @@ def test_unrelated_files_next_to_a_tokenizer_are_ignored(files, tmp_path):
 
 
 def test_differences_from_transformers_are_reported():
-    normalizing = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()), model_writer=normalizing, vocab_size=30, minloglevel=2
-    )
-    (line,) = find_differences(SentencePieceTokenizer(normalizing.getvalue()))
-    assert "normalizes texts" in line
+    plain = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    for text, options in {
+        "a  \uff22\tc ": {},
+        " a": plain | {"model_type": "bpe", "byte_fallback": True},  # transformers adds no space before a space
+        "a<sep>a": plain | {"byte_fallback": True, "user_defined_symbols": ["<sep>"]},
+    }.items():
+        model, sentences = io.BytesIO(), iter(TEXT.splitlines())
+        sizes = {"vocab_size": 300, "hard_vocab_limit": False, "minloglevel": 2}
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=model, **sizes, **options)
+        (line,) = find_differences(SentencePieceTokenizer(model.getvalue()))
+        assert line.endswith(f"such as {text!r}")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1}, "<s>"))
     words.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
     (line,) = find_differences(HFTokenizer(definition(words.to_str()), add_special_tokens=False))
