@@ -16,7 +16,7 @@ index 00000 also have the model's buffers, unsharded and in fp32. The metadata i
     chain       checksum of this rank's first `weights` file in the chain and of its patches up to this step, as 8
                 hexadecimal digits
     base        in a `patch` file: `chain` of the weights to which the patch applies
-    checksum    in a `weights` file: checksum of its tensors
+    checksum    in a `weights` file: checksum of `model` and of the tensors
     model       in a `weights` file: JSON with the architecture, the size of the vocabulary, the ids of special tokens,
                 and for each shard the unsharded shape of its tensor and the index of the shard's first element in
                 that tensor
@@ -130,8 +130,9 @@ class WeightPatches:
         if first or step % self._interval == 0:
             places = self._places | {name: (tuple(x.shape), (0,) * x.dim()) for name, x in buffers.items()}
             about = {"config": asdict(self._model.config), "vocab_size": self._model.vocab_size, "places": places}
-            model = about | {"token_ids": self._token_ids}
-            self._write("weights", weights, {"checksum": f"{checksum(weights):08x}", "model": json.dumps(model)})
+            model = json.dumps(about | {"token_ids": self._token_ids})
+            found = checksum(weights, zlib.crc32(model.encode()))
+            self._write("weights", weights, {"checksum": f"{found:08x}", "model": model})
 
     def _begin_chain(self) -> None:
         """Create the numbered folder for a new chain of weight patches, and store its path. All ranks call this."""

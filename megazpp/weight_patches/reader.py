@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
@@ -202,7 +203,8 @@ def _read(path: Path, start: int = 0) -> tuple[dict[str, torch.Tensor], dict[str
         path: file to read.
         start: checksum of the chain before this file, which the checksum of the tensors continues.
     Returns:
-        The tensors by name, the metadata, and the checksum of the tensors as 8 hexadecimal digits.
+        The tensors by name, the metadata, and the checksum of the metadata `model` and of the tensors, as 8 hexadecimal
+        digits.
     Raises:
         DamagedError: the file cannot be read.
     """
@@ -210,7 +212,8 @@ def _read(path: Path, start: int = 0) -> tuple[dict[str, torch.Tensor], dict[str
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            return tensors, file.metadata() or {}, f"{checksum(tensors, start):08x}"
+            about = file.metadata() or {}
+            return tensors, about, f"{checksum(tensors, zlib.crc32(about.get('model', '').encode(), start)):08x}"
     except (safetensors.SafetensorError, OSError) as error:
         raise DamagedError(f"{path} cannot be read as a safetensors file: {error}; {_REMEDY}") from error
 
@@ -220,7 +223,7 @@ def _read_weights(path: Path) -> _Part:
     tensors, about, found = _read(path)
     if found != about.get("checksum"):
         raise DamagedError(
-            f"{path} is damaged: its tensors have the checksum {found}, not {about.get('checksum')} as in its header; "
+            f"{path} is damaged: its content has the checksum {found}, not {about.get('checksum')} as in its header; "
             f"{_REMEDY}"
         )
     return _Part(tensors, json.loads(about["model"]), about["chain"])

@@ -170,9 +170,11 @@ def test_damaged_or_foreign_patch_is_refused_and_changes_nothing(chain, small_ch
 def test_damaged_weights_are_refused(chain):
     path = chain / "weights-000001-00000-of-00002.safetensors"
     content = path.read_bytes()
-    path.write_bytes(content[:-5] + bytes([content[-5] ^ 64]) + content[-4:])
-    with pytest.raises(DamagedError, match="its tensors have the checksum"):
-        PatchReader(chain.parent).advance(2)
+    place = content.index(b"[[64, 24], [0, 0]]") + 12  # the position of a shard in its tensor, in the metadata
+    for damaged, value in ((len(content) - 5, content[-5] ^ 64), (place, ord("2"))):
+        path.write_bytes(content[:damaged] + bytes([value]) + content[damaged + 1 :])
+        with pytest.raises(DamagedError, match="its content has the checksum"):
+            PatchReader(chain.parent).advance(2)
 
 
 def test_incomplete_files_are_not_read(chain):
