@@ -130,6 +130,15 @@ class Run:
             optimizer.step()
             optimizer.zero_grad(**how)
 
+    def train(self, steps: int, *, micro_batches: int = 1, **how: Any) -> "Run":
+        """Run training steps whose gradients wait for the last micro-batch, and return this run."""
+        for sample in range(steps * micro_batches):
+            last = sample % micro_batches == micro_batches - 1
+            self.backward(sample, last=last, **how)
+            if last:
+                self.step()
+        return self
+
     def reshard(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -161,12 +170,8 @@ def scenario(function: Scenario) -> Scenario:
 def unfrozen_halfway(mode: str) -> Run:
     """Freeze one whole unit and half of another before the call of `zeropp`, and unfreeze both after two steps."""
     run = Run(mode, lambda model: (model.blocks[0].requires_grad_(False), model.blocks[1].up.requires_grad_(False)))
-    for step in range(4):
-        if step == 2:
-            run.model.requires_grad_(True)
-        run.backward(step)
-        run.step()
-    return run
+    run.train(2).model.requires_grad_(True)
+    return run.train(2)
 
 
 @scenario
@@ -304,11 +309,7 @@ def blocks_with_reentrant_checkpoints(mode: str) -> Run:
         return run.model.heads[0](x)
 
     run.model.forward = forward
-    for step in range(3):
-        run.backward(2 * step, last=False)
-        run.backward(2 * step + 1)
-        run.step()
-    return run
+    return run.train(3, micro_batches=2)
 
 
 @scenario
@@ -332,11 +333,7 @@ def forward_in_the_backward_of_another_model(mode: str) -> Run:
 
 @scenario
 def unit_of_modules_in_reverse_order(mode: str) -> Run:
-    run = Run(mode, lambda model: fully_shard([model.heads[1], model.blocks[0].up]))
-    for step in range(3):
-        run.backward(step, head=1)
-        run.step()
-    return run
+    return Run(mode, lambda model: fully_shard([model.heads[1], model.blocks[0].up])).train(3, head=1)
 
 
 # ---- scenarios in which parameters get no gradient ----------------------------------------------------------------
@@ -573,12 +570,7 @@ def adapt(model: Net) -> None:
 @scenario
 def adapters_in_fp32_on_a_base_in_bf16(mode: str) -> Run:
     """Train fp32 adapters on a frozen bf16 base, so that each block has parameters of two dtypes."""
-    run = Run(mode, adapt)
-    for step in range(3):
-        run.backward(2 * step, last=False)
-        run.backward(2 * step + 1)
-        run.step()
-    return run
+    return Run(mode, adapt).train(3, micro_batches=2)
 
 
 def with_odd_parameters(model: Net) -> None:
@@ -597,23 +589,12 @@ def use_odd_parameters(block: nn.Module, given: tuple[torch.Tensor]) -> tuple[to
 
 @scenario
 def odd_parameters(mode: str) -> Run:
-    run = Run(mode, with_odd_parameters)
-    for step in range(3):
-        run.backward(step)
-        run.step()
-    return run
+    return Run(mode, with_odd_parameters).train(3)
 
 
-def odd_under_bf16(mode: str) -> Run:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    run = Run(mode, with_odd_parameters, mp_policy=policy)
-    for step in range(3):
-        run.backward(step)
-        run.step()
-    return run
-
-
-SCENARIOS["odd parameters under a bf16 policy"] = odd_under_bf16
+@scenario
+def odd_parameters_under_a_bf16_policy(mode: str) -> Run:
+    return Run(mode, with_odd_parameters, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)).train(3)
 
 
 @scenario
@@ -629,35 +610,24 @@ def made_on_meta_and_cast_after_the_call(mode: str) -> Run:
             p.copy_(distribute_tensor(source[name].data, p.device_mesh, p.placements))
     run.model.double().float()
     run.optimizer = run.adam(run.model)
-    for step in range(3):
-        run.backward(step)
-        run.step()
-    return run
+    return run.train(3)
 
 
 @scenario
 def called_after_an_evaluation(mode: str) -> Run:
     """Call `zeropp` after a forward without gradients, while the root's parameters are still gathered."""
-    run = Run(mode, evaluate_first=True)
-    for step in range(3):
-        run.backward(step)
-        run.step()
-    return run
+    return Run(mode, evaluate_first=True).train(3)
 
 
 @scenario
 def under_other_defaults(mode: str) -> Run:
     """Train while torch's default device and dtype differ from those of the model, as in programs that set bf16."""
-    run = Run(mode)
-    run.backward(0)
-    run.step()  # in its first step AdamW creates its state, which must not be on the device "meta" that is set below
+    # In its first step AdamW creates its state, which must not be on the device "meta" that is set below.
+    run = Run(mode).train(1)
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("meta"):
-            for step in range(1, 4):
-                for micro_batch in range(2):
-                    run.backward(2 * step + micro_batch, last=micro_batch == 1)
-                run.step()
+            run.train(3, micro_batches=2)
     finally:
         torch.set_default_dtype(torch.float32)
     return run
