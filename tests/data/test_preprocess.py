@@ -17,9 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import tokenizers
 from helpers.pairs import contents, write_jsonl
-from helpers.refusals import not_refused
 from sentencepiece import SentencePieceProcessor
 
 from megazpp.data.indexed_builder import IndexedDatasetBuilder
@@ -132,23 +130,6 @@ def test_corpus_or_key_without_text_is_rejected_and_leaves_nothing(tmp_path):
         with pytest.raises(ValueError, match=rf"--input .*a\.jsonl has no text in the field {key}"):
             run([path], tmp_path / "x", json_keys=("text", "title"))
     assert contents(tmp_path).keys() == {"a.jsonl"}
-
-
-def test_invalid_flags_are_rejected_before_anything_is_written(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", "one")
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, "[UNK]")).save(str(tmp_path / "tokenizer.json"))
-    without_eod, before = TokenizerConfig(tokenizer_model=str(tmp_path)), contents(tmp_path)
-    rows = [
-        ({"input": ("none.jsonl",)}, BYTES, "none.jsonl does not exist"),
-        ({"output_prefix": "/nowhere/x"}, BYTES, "/nowhere is not a directory"),
-        ({"json_keys": ("text", "text")}, BYTES, "--json-keys text text names a field twice"),
-        ({"workers": 0}, BYTES, "--workers 0 is not positive"),
-        ({"log_interval": 0}, BYTES, "--log-interval 0 is not positive"),
-        ({}, TokenizerConfig(), "--tokenizer-model is missing"),
-        ({"append_eod": True}, without_eod, "has no end-of-document token: name one of its tokens by --eos-token"),
-    ]
-    assert not not_refused(rows, lambda flags, by: run([path], tmp_path / "x", by=by, **flags))
-    assert contents(tmp_path) == before
 
 
 def test_time_left_follows_from_the_share_of_the_input(monkeypatch):

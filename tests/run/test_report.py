@@ -57,34 +57,27 @@ def test_only_a_run_that_saves_where_it_loads_continues_the_records(tmp_path):
         assert continued(record, **flags) == (found and Records(tmp_path / found, "w", False)), flags
 
 
-@pytest.mark.parametrize(
-    ("change", "where", "found"),
-    [
-        (lambda home: shutil.copytree(home / "a", home / "b"), "b/ck", ("b/run", None, True)),
-        (lambda home: shutil.copytree(home / "a" / "ck", home / "a" / "ck2"), "a/ck2", (None, None, True)),
-        (lambda home: shutil.copytree(home / "a" / "ck", home / "b" / "ck"), "b/ck", (None, None, True)),
-        (lambda home: (home / "a").rename(home / "b"), "b/ck", ("b/run", "w", False)),
-        (lambda home: (home / "a" / "ck").rename(home / "ck"), "ck", ("a/run", "w", False)),
-        (lambda home: (home / "b").symlink_to(home / "a"), "b/ck", ("a/run", "w", False)),
-        (lambda home: (home / "a" / "run").rename(home / "away"), "a/ck", (None, "w", False)),
-        # another run has its checkpoints elsewhere, and uses the run folder now
-        (lambda home: RunFolder(home / "a/run").write_json("args.json", {"save": "/x"}), "a/ck", (None, "w", False)),
-        (lambda home: (home / "a" / "run" / "args.json").write_text("[1"), "a/ck", (None, "w", False)),
-        (lambda home: (home / "a" / "run" / "args.json").write_text("[1]"), "a/ck", (None, "w", False)),
-    ],
-    ids=[
-        "copy",
-        "copy-beside",
-        "copy-of-ck",
-        "moved",
-        "ck-moved",
-        "link",
-        "run-moved",
-        "reused",
-        "damaged",
-        "no-object",
-    ],
-)
+# each entry: change of the folders, checkpoints to resume from, and the records that are continued
+CHANGES: dict[str, Any] = {
+    "copy": (lambda home: shutil.copytree(home / "a", home / "b"), "b/ck", ("b/run", None, True)),
+    "copy-beside": (lambda home: shutil.copytree(home / "a" / "ck", home / "a" / "ck2"), "a/ck2", (None, None, True)),
+    "copy-of-ck": (lambda home: shutil.copytree(home / "a" / "ck", home / "b" / "ck"), "b/ck", (None, None, True)),
+    "moved": (lambda home: (home / "a").rename(home / "b"), "b/ck", ("b/run", "w", False)),
+    "ck-moved": (lambda home: (home / "a" / "ck").rename(home / "ck"), "ck", ("a/run", "w", False)),
+    "link": (lambda home: (home / "b").symlink_to(home / "a"), "b/ck", ("a/run", "w", False)),
+    "run-moved": (lambda home: (home / "a" / "run").rename(home / "away"), "a/ck", (None, "w", False)),
+    # another run has its checkpoints elsewhere, and uses the run folder now
+    "reused": (
+        lambda home: RunFolder(home / "a/run").write_json("args.json", {"save": "/x"}),
+        "a/ck",
+        (None, "w", False),
+    ),
+    "damaged": (lambda home: (home / "a" / "run" / "args.json").write_text("[1"), "a/ck", (None, "w", False)),
+    "no-object": (lambda home: (home / "a" / "run" / "args.json").write_text("[1]"), "a/ck", (None, "w", False)),
+}
+
+
+@pytest.mark.parametrize(("change", "where", "found"), CHANGES.values(), ids=CHANGES)
 def test_run_continues_its_own_records_after_folders_were_changed(change, where, found, tmp_path):
     saved = make(tmp_path / "a")
     change(tmp_path)

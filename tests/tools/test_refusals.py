@@ -9,6 +9,8 @@ import torch
 from emulate_cluster import EmulatedCluster
 from helpers.pairs import write_pair
 from helpers.refusals import table
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 DEFAULTS = {
     "preprocess_data": "--output-prefix x --tokenizer-type NullTokenizer",
@@ -39,6 +41,11 @@ preprocess_data --input empty.jsonl | has no text in the field text
 preprocess_data --input a.jsonl --tokenizer-type SentencePieceTokenizer --tokenizer-model y | y does not exist
 preprocess_data --input a.jsonl --output-prefix there/x | there is not a directory
 preprocess_data --input a.jsonl --json-keys body | a.jsonl, line 1: the field 'body' is missing
+preprocess_data --input a.jsonl --json-keys text text | --json-keys text text names a field twice
+preprocess_data --input a.jsonl --tokenizer-type none | --tokenizer-model is missing
+preprocess_data --input a.jsonl --tokenizer-type none --tokenizer-model plain --append-eod | name one of its tokens by
+preprocess_data --input a.jsonl --workers 0 | --workers 0 is not positive
+preprocess_data --input a.jsonl --log-interval 0 | --log-interval 0 is not positive
 preprocess_data --input a.jsonl --split-sentences | --split-sentences is a Megatron flag that is not supported
 preprocess_data --input a.jsonl --dataset-impl lazy | only mmap
 preprocess_data --inptu a.jsonl | --inptu is not a flag; did you mean --input?
@@ -117,6 +124,7 @@ def make_bad_input(ours: Path) -> None:
     files |= {f"junk{suffix}": b"\xff\xfe junk" for suffix in (".jsonl", ".bin", ".idx")}
     files |= {"lone.idx": bytes(range(256)), "junk_run/metrics.jsonl": b"\x00\xff junk", "run/results.json": b"{}"}
     files |= {"run/metrics.jsonl": b'{"iteration": 1, "lm_loss": 5.0}\n', "a.jsonl": b'{"text": "Call me Ishmael."}\n'}
+    files["plain/tokenizer.json"] = Tokenizer(WordLevel({"[UNK]": 0}, "[UNK]")).to_str().encode()  # without eos_token
     for name, content in files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(content)
