@@ -45,6 +45,12 @@ GARBAGE_INTERVAL = 50  # iterations between two runs of Python's garbage collect
 # A function of the iteration that returns a context manager, which the loop enters around the iteration and its data
 # loading. All ranks have the same observers.
 Observer = Callable[[int], AbstractContextManager[None]]
+# A function that the loop calls after each step, to synchronize DiLoCo's replica groups if that is due. Its arguments
+# are the step, whose work is queued on the device; the progress of this rank's group after the step; and True after
+# the last step of the run. Groups skip steps independently, but share one learning rate schedule. The function
+# therefore returns the common progress, from which training continues, and True if the ranks of all groups are at the
+# same step, so that they may decide together to stop.
+Synchronize = Callable[[LaunchedStep, TrainingProgress, bool], tuple[TrainingProgress, bool]]
 
 
 class Loader(Protocol):
@@ -66,27 +72,6 @@ class Loader(Protocol):
             consumed_samples: number of samples that all earlier steps have consumed.
             global_batch_size: samples of the step over all ranks.
         """
-
-
-class Synchronize(Protocol):
-    """A function that the training loop calls after each step, to synchronize DiLoCo's replica groups if that is due.
-
-    Groups skip steps independently, but share one learning rate schedule. The function therefore also returns the
-    common progress.
-    """
-
-    def __call__(self, launched: LaunchedStep, progress: TrainingProgress, last: bool) -> tuple[TrainingProgress, bool]:
-        """Synchronize the replica groups after a step, if a synchronization is due.
-
-        Args:
-            launched: the step, whose work is queued on the device.
-            progress: progress of this rank's group after the step.
-            last: True after the last step of the run.
-        Returns:
-            The progress from which training continues, and True if the ranks of all groups are at the same step, so
-            that they may decide together to stop.
-        """
-        ...
 
 
 class AfterStep(NamedTuple):
