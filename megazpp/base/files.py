@@ -28,6 +28,7 @@ HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
 # Seconds to wait for a lock, whose holder may be about to end. After this time, `lock_for_this_job` gives up or, if its
 # caller allows a longer wait, prints a line about the wait.
 LOCK_SECONDS = 5.0
+PROBE_BYTES = 1 << 20  # size of the file that `make_writable` writes and deletes
 MOST_BYTES = 64 << 20  # largest flag file or other text file that `read_small_file` reads
 
 
@@ -139,6 +140,33 @@ def check_prefix(prefix: str, flag: str) -> None:
         raise ValueError(
             f"{flag} {prefix} is a folder: add the beginning of the files' names, for example {Path(folder) / 'my'}"
         )
+
+
+def make_writable(path: str | Path, flag: str) -> Path:
+    """Create the folder at `path`, and test it by writing and deleting a file of PROBE_BYTES.
+
+    The file must not be empty, because a full disk may still accept new empty files.
+
+    Args:
+        path: path of the folder; `~` is expanded.
+        flag: flag that gave the path, for the error message.
+    Returns:
+        The path of the folder, with `~` expanded.
+    Raises:
+        ValueError: the folder is not writable. The message names the flag, the path and the reason.
+    """
+    path = Path(path).expanduser()
+    probe = path / f".{uuid.uuid4().hex}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            write_synced(probe, bytes(PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        problem = f"{flag} {path} is not a folder that can be written to: {cause(error)}; choose another folder"
+        raise ValueError(problem) from error
+    return path
 
 
 def first_free(name: Callable[[int], Path]) -> Path:

@@ -25,9 +25,9 @@ from megazpp.optim.build import optimizer_backends
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.arguments import ParsedRun
 from megazpp.run.checks import RunPlan, wire_backends
-from megazpp.run.start import RUN_DIR
+from megazpp.run.start import RUN_DIR, default_run_dir
 from megazpp.topology.plan import layout_record
-from megazpp.training.context import FLAGS, RunContext, RunFolder, default_run_dir
+from megazpp.training.context import FLAGS, RunContext, RunFolder
 from megazpp.training.metrics_logger import Tracker
 from megazpp.training.sinks import open_sinks, run_tags
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import megazpp
+from megazpp.base.files import first_free
 from megazpp.base.flags import PATH_ENDS, as_words, flag_name, spelling
 from megazpp.base.program import (
     LAUNCHER_PID,
@@ -47,7 +48,6 @@ from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 from megazpp.training.config import TrackingConfig
-from megazpp.training.context import default_run_dir
 
 # Endings of the names of fields whose values are paths. Ranks do not compare these fields, because paths may differ
 # between hosts.
@@ -238,6 +238,23 @@ def hold_run_dir(parsed: ParsedRun) -> None:
     config = parsed.config
     if config.launch.max_restarts and config.tracking.run_dir is None and LAUNCHER_PID not in os.environ:
         os.environ[RUN_DIR] = str(default_run_dir(parsed.name, datetime.datetime.now()))
+
+
+def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
+    """Create the run folder runs/<time>-<config name>, with a number appended if it exists, and return its path.
+
+    If two jobs start in the same second, only one of them can create the folder; the other job takes the next number.
+    If the folder cannot be created, its path is returned all the same. `make_writable` then reports the reason.
+    """
+    first = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{config_name}"
+    while True:
+        path = first_free(lambda number: first if number == 1 else first.with_name(f"{first.name}-{number}"))
+        try:
+            path.mkdir(parents=True)
+        except OSError as error:
+            if isinstance(error, FileExistsError) and path.is_dir():
+                continue  # another job has just created this folder: try the next number
+        return path
 
 
 def own_checkpoints(

@@ -22,7 +22,6 @@ written as null, because strict readers of JSON accept neither NaN nor Infinity.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 import math
@@ -38,13 +37,11 @@ from typing import IO, Any, TextIO
 import torch
 from tqdm import tqdm
 
-from megazpp.base.files import append_line, first_free, lock_for_this_job, write_synced, write_whole
-from megazpp.base.program import errors_as
+from megazpp.base.files import append_line, first_free, lock_for_this_job, make_writable, write_whole
 from megazpp.parallel.dims import ParallelDims
 
 FLAGS = "args.json"  # file with every flag's value; each run folder has this file
 WIDTH = 120  # number of characters at which lines are wrapped on a terminal
-PROBE_BYTES = 1 << 20  # size of the file that is written and deleted to test whether a folder is writable
 
 
 class Console:
@@ -144,47 +141,6 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_strict(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
-    """Create the run folder runs/<time>-<config name>, with a number appended if it exists, and return its path.
-
-    If two jobs start in the same second, only one of them can create the folder; the other job takes the next number.
-    If the folder cannot be created, its path is returned all the same. `make_writable` then reports the reason.
-    """
-    first = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{config_name}"
-    while True:
-        path = first_free(lambda number: first if number == 1 else first.with_name(f"{first.name}-{number}"))
-        try:
-            path.mkdir(parents=True)
-        except OSError as error:
-            if isinstance(error, FileExistsError) and path.is_dir():
-                continue  # another job has just created this folder: try the next number
-        return path
-
-
-def make_writable(path: str | Path, flag: str) -> Path:
-    """Create the folder at `path`, and test it by writing and deleting a file of PROBE_BYTES.
-
-    The file must not be empty, because a full disk may still accept new empty files.
-
-    Args:
-        path: path of the folder; `~` is expanded.
-        flag: flag that gave the path, for the error message.
-    Returns:
-        The path of the folder, with `~` expanded.
-    Raises:
-        ValueError: the folder is not writable. The message names the flag, the path and the reason.
-    """
-    path = Path(path).expanduser()
-    probe = path / f".{uuid.uuid4().hex}"
-    with errors_as(f"{flag} {path} is not a folder that can be written to", OSError, remedy="choose another folder"):
-        path.mkdir(parents=True, exist_ok=True)
-        try:
-            write_synced(probe, bytes(PROBE_BYTES))
-        finally:
-            probe.unlink(missing_ok=True)
-    return path
 
 
 class RunFolder:

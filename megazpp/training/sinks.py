@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from megazpp.base.files import make_writable
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.topology.layout import Layout
 from megazpp.training.config import TrackingConfig
-from megazpp.training.context import RunFolder, make_writable
+from megazpp.training.context import RunFolder
 from megazpp.training.metrics_logger import Sink
 
 SAMPLES = " vs samples"  # suffix of TensorBoard's scalars that are plotted against consumed samples

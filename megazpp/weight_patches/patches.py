@@ -38,7 +38,7 @@ from typing import IO
 import torch
 from torch.distributed.tensor import DTensor
 
-from megazpp.base.files import first_free, lock_for_this_job, renamed_when_done
+from megazpp.base.files import first_free, lock_for_this_job, make_writable, renamed_when_done
 from megazpp.base.program import errors_as, user_errors
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import HEAD, held
@@ -51,7 +51,6 @@ from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks, ranks_that_share
-from megazpp.training.context import make_writable
 from megazpp.zero.config import CommPlan, PrecisionConfig
 from megazpp.zero.sharding import Sharding
 

@@ -1,5 +1,6 @@
 """Test the start of a job whose ranks were started one by one. They agree, or each host logs why the job ends."""
 
+import datetime
 import os
 import shlex
 import socket
@@ -21,8 +22,9 @@ from helpers.small_run import SMALL, parse
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.plan import plan_dims
-from megazpp.run.start import check_kernels, facts_of
+from megazpp.run.start import check_kernels, default_run_dir, facts_of
 from megazpp.topology.cluster import Cluster
+from megazpp.training.context import RunFolder
 
 # flags and environment variables of the second of two ranks, and the beginning of the error about its difference from
 # the first
@@ -152,3 +154,18 @@ def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
     errors = [line for line in "".join(outputs).splitlines() if "error: " in line]
     assert DIFFERENT[flags] in errors[0], outputs
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_default_folder_is_named_by_time_and_config_and_never_reused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5)
+    for name in ("20260102-030405-gpt_tiny", "20260102-030405-gpt_tiny-2", "20260102-030405-gpt_tiny-3"):
+        path = default_run_dir("gpt_tiny", now)
+        assert path == Path("runs") / name
+        assert path.is_dir()  # the folder exists at once, so a job that starts in the same second gets another name
+        assert list(RunFolder(path).path.iterdir()) == []
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    Path("runs").touch()
+    with pytest.raises(ValueError, match=r"--run-dir runs/.* is not a folder that can be written to"):
+        RunFolder(default_run_dir("gpt_tiny", now))

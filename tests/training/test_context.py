@@ -3,7 +3,6 @@
 The run folder keeps all complete records if a run dies while it writes one.
 """
 
-import datetime
 import fcntl
 import io
 import itertools
@@ -19,8 +18,9 @@ from unittest import mock
 import pytest
 from helpers.disks import make_read_only, small_disk
 
+from megazpp.base.files import make_writable
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.training.context import Console, RunFolder, default_run_dir, make_writable
+from megazpp.training.context import Console, RunFolder
 
 
 def run_three_steps(console: Console) -> None:
@@ -178,21 +178,6 @@ def test_unwritable_folder_raises_an_error_with_flag_path_and_reason(tmp_path):
         RunFolder(file)
     with pytest.raises(ValueError, match="--tensorboard-dir /proc/none"):
         make_writable("/proc/none", "--tensorboard-dir")
-
-
-def test_default_folder_is_named_by_time_and_config_and_never_reused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    now = datetime.datetime(2026, 1, 2, 3, 4, 5)
-    for name in ("20260102-030405-gpt_tiny", "20260102-030405-gpt_tiny-2", "20260102-030405-gpt_tiny-3"):
-        path = default_run_dir("gpt_tiny", now)
-        assert path == Path("runs") / name
-        assert path.is_dir()  # the folder exists at once, so a job that starts in the same second gets another name
-        assert list(RunFolder(path).path.iterdir()) == []
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    Path("runs").touch()
-    with pytest.raises(ValueError, match=r"--run-dir runs/.* is not a folder that can be written to"):
-        RunFolder(default_run_dir("gpt_tiny", now))
 
 
 def test_full_or_read_only_disk_is_detected_before_the_first_record(tmp_path):
