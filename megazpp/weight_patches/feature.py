@@ -26,7 +26,7 @@ class WeightPatchesFeature(Feature):
             return
         from megazpp.weight_patches.patches import check_patches
 
-        if plan.layout.replica_group > 1:
+        if plan.layout.replica_group > 1 or config.jobs > 1:
             raise ValueError(
                 "--save-weight-patches cannot be combined with --diloco-steps, because replica groups have different "
                 "weights: leave out one of them"

@@ -224,7 +224,11 @@ def test_unsupported_weights_are_rejected_by_flag():
     rows = [
         ("", "--save-weight-patches needs --bf16 or --fp16"),
         ("--bf16 --zeropp --zero-weight-delta none", "--zero-weight-delta lossless"),
-        ("--bf16 --diloco-steps 2", "--diloco-steps"),
+        ("--bf16 --diloco-steps 2", "--save-weight-patches cannot be combined with --diloco-steps"),
+        (
+            "--bf16 --diloco-coordinator 127.0.0.1:1 --diloco-steps 2 --diloco-replica-groups 2",
+            "--save-weight-patches cannot be combined with --diloco-steps",
+        ),
         ("--bf16 --swiglu", "--swiglu"),
     ]
     flags = [(f"--save-weight-patches patches {flags}", message) for flags, message in rows]
