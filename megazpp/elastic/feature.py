@@ -59,6 +59,7 @@ class Elastic(Feature):
         asked = f"--diloco-coordinator {flags.diloco_coordinator}"
         assert diloco.diloco_steps is not None  # `num_jobs` has refused a run without this flag
         steps, minutes = config.stop.exit_interval, config.stop.exit_duration_in_mins
+        copies = config.parallel.num_distributed_optimizer_instances
         refused: Mapping[str, object] = {
             f"--exit-interval {steps} (send SIGTERM to a group to end it)": steps,
             f"--exit-duration-in-mins {minutes} (send SIGTERM to a group to end it)": minutes,
@@ -67,6 +68,7 @@ class Elastic(Feature):
             "--loss-spike-action rewind": config.anomalies.loss_spike_action == "rewind",
             "--async-save": config.checkpoint.async_save,
             "--hsdp": config.parallel.hsdp,
+            f"--num-distributed-optimizer-instances {copies}": copies > 1,
             "--zero-stage 0": config.zero.stage == 0,
             "--expert-model-parallel-size above 1": plan.layout.ep > 1,
             "--moe-router-enable-expert-bias": config.model.moe_router_enable_expert_bias,

@@ -27,6 +27,7 @@ GROUP --diloco-secret-file no/such/file                      | --diloco-secret-f
 GROUP --diloco-advertise [::]                                | --diloco-advertise [::]: other groups cannot connect
 GROUP --exit-interval 4                                      | does not support --exit-interval 4
 GROUP --zero-stage 0                                         | --zero-stage 0
+GROUP --num-distributed-optimizer-instances 2                | not support --num-distributed-optimizer-instances 2
 """)
     rows = [(flags.replace("GROUP", GROUP), message) for flags, message in rows]
     assert not_refused(rows, lambda flags: check(flags, nodes=1, ranks_per_node=2)) == []
