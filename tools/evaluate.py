@@ -76,7 +76,7 @@ from megazpp.data.config import Splits
 from megazpp.data.dataset import build_datasets, check_inputs
 from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
 from megazpp.inference.scoring import Score, check_input, count_labels, score_whole
-from megazpp.parallel.dims import check_equal_on_all_ranks
+from megazpp.parallel.agreement import check_equal_on_all_ranks
 from megazpp.run.arguments import RunConfig
 from megazpp.run.start import distributed_program
 from megazpp.training.batches import plan_batches

@@ -32,9 +32,9 @@ from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed, Verified, verify
 from megazpp.checkpoint.state import TrainState
 from megazpp.optim.schedule import Schedule, TrainingProgress
+from megazpp.parallel.agreement import raise_on_all_ranks, ranks_that_share
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import threads_on
-from megazpp.parallel.dims import raise_on_all_ranks, ranks_that_share
 
 SHARED_LOCK_SECONDS = 600.0  # longest wait for the lock of --save while another job writes a checkpoint to this folder
 # torch 2.11 and 2.12 close a `DefaultStager` after its first copy, so each save needs a new stager with new memory.

@@ -42,8 +42,9 @@ from megazpp.model.gpt import GPTModel
 from megazpp.optim.config import LossScaleConfig
 from megazpp.optim.optimizer import LossScaler
 from megazpp.optim.schedule import Schedule, TrainingProgress
+from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims, open_axis, raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.zero.sharding import Sharding
 
 T = TypeVar("T")

@@ -38,8 +38,8 @@ from megazpp.checkpoint.checksums import NAME as CHECKSUMS
 from megazpp.checkpoint.folder import RECORD
 from megazpp.checkpoint.metadata import CheckpointMetadata, rows_problem
 from megazpp.checkpoint.state import MODEL, SCALAR_HEAD, Saved
+from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import raise_on_all_ranks
 
 Chunk = tuple[str, tuple[int, ...]]  # one chunk of a saved tensor: the tensor's key, and the index of the first element
 # A part of a tensor to fill, as a view; and the slices that cut this part's values out of a chunk

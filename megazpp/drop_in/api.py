@@ -28,8 +28,8 @@ from megazpp.drop_in.reduce import ProgramContext, ProgramRingReduce, RestoringR
 from megazpp.drop_in.units import QUANTIZABLE, ProgramUnit, find_program_units
 from megazpp.drop_in.wrap import ReplacedParameters, dtype_when_wrapped, mesh_to_wrap, wrap_model
 from megazpp.drop_in.writes import WatchedGather, WriteWatch
+from megazpp.parallel.agreement import find_difference
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import find_difference
 from megazpp.parallel.host_discovery import describe_host, share_survey
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout

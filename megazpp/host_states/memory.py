@@ -40,9 +40,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from megazpp.base.memory import available_bytes
+from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
-from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims
 from megazpp.topology.layout import DOWNLOAD, HOST, PCIE, UPLOAD
 from megazpp.zero.comms import CommContext
 from megazpp.zero.sharding import DeviceStates

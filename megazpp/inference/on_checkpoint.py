@@ -20,7 +20,8 @@ from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.load import bf16_note, load_used_model
 from megazpp.packed_weights.reader import open_frozen_place
 from megazpp.packed_weights.streamed import StreamedUnits
-from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks
+from megazpp.parallel.agreement import check_equal_on_all_ranks
+from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.host_discovery import resolve_cluster
 from megazpp.parallel.launch import detect_rank_info, device_type
 from megazpp.parallel.worker import Worker, seed_everything, worker_process

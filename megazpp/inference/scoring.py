@@ -26,7 +26,8 @@ from megazpp.data.token_bytes import TokenBytes
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.whole_text import PADDING, WholeText, make_padded_batch
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks
+from megazpp.parallel.agreement import check_equal_on_all_ranks
+from megazpp.parallel.dims import ParallelDims
 from megazpp.training.metrics import validation_lines
 from megazpp.training.objective import Evaluator
 from megazpp.zero.sharding import WeightHandle

@@ -31,7 +31,8 @@ from megazpp.model.moe import Experts
 from megazpp.packed_weights.frozen import FrozenUnits
 from megazpp.packed_weights.load import load_frozen_model
 from megazpp.packed_weights.reader import FrozenPlace
-from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks
+from megazpp.parallel.agreement import check_equal_on_all_ranks
+from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.layers import Adapter, RowParallelLinear
 from megazpp.training.config import ModelSpec
 from megazpp.training.setup import ShardedModel, fill, shard_built

@@ -25,8 +25,8 @@ from megazpp.lora.layers import joined_factors, merged
 from megazpp.lora.peft import SETTINGS, AdapterSettings, default_targets, with_adapter, write_adapter
 from megazpp.model.config import GPTConfig
 from megazpp.packed_weights.reader import spell_checksum, sum_of_bits
+from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import raise_on_all_ranks
 
 
 class AdapterOpener(AdapterConverter):

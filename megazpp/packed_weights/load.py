@@ -33,8 +33,8 @@ from megazpp.packed_weights.frozen import FrozenUnits, freeze
 from megazpp.packed_weights.reader import FrozenPlace, WeightReader
 from megazpp.packed_weights.store import FetchRing, WeightStore, write_store
 from megazpp.packed_weights.streamed import StreamedUnits, StreamPlan, plan_stream
+from megazpp.parallel.agreement import check_equal_on_all_ranks, raise_on_all_ranks
 from megazpp.parallel.comm_queue import ThreadQueue, Work
-from megazpp.parallel.dims import check_equal_on_all_ranks, raise_on_all_ranks
 from megazpp.training.config import ModelSpec
 from megazpp.training.setup import model_on_meta
 

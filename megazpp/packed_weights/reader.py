@@ -19,8 +19,9 @@ from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model, ch
 from megazpp.checkpoint.safe_reader import WeightOpener, check_weights
 from megazpp.checkpoint.state import MODEL
 from megazpp.model.gpt import GPTModel
+from megazpp.parallel.agreement import check_equal_on_all_ranks, raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks, open_axis, raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.tensor_parallel.initialize import seed_for
 from megazpp.tensor_parallel.parameters import ParameterSpec, model_state, owned_parameters
 

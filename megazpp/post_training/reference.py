@@ -30,7 +30,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.config import WeightsConfig
 from megazpp.packed_weights.load import load_used_model
 from megazpp.packed_weights.reader import FrozenPlace
-from megazpp.parallel.dims import raise_on_all_ranks
+from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch, row_multiple
 from megazpp.post_training.objectives import Logps, TokenHead, scores
 from megazpp.tensor_parallel.parameters import local, model_state

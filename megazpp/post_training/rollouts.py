@@ -42,7 +42,8 @@ from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import Drawn, draw_completions, evaluating, random_numbers
 from megazpp.inference.text import Continuation, split_stops
 from megazpp.model.gpt import GPTModel
-from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks
+from megazpp.parallel.agreement import raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import (
     PromptDataset,

@@ -27,7 +27,7 @@ from megazpp.lora.peft import tensors_file
 from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
 from megazpp.packed_weights.format import at_rest
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
-from megazpp.parallel.dims import check_equal_on_all_ranks
+from megazpp.parallel.agreement import check_equal_on_all_ranks
 from megazpp.post_training.chat import load_chat_template
 from megazpp.post_training.config import post_configs
 from megazpp.post_training.data import (

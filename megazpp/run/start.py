@@ -39,8 +39,9 @@ from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.cache import cache_key
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.kernels import formats
+from megazpp.parallel.agreement import find_difference, raise_on_all_ranks
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.dims import ParallelDims, find_difference, raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of, launch_workers, launch_workers_of_host
 from megazpp.parallel.roll_call import hosts_in, launched_place, report_failure

@@ -32,8 +32,9 @@ from megazpp.model.backends import find_product
 from megazpp.optim.build import build_optimizer
 from megazpp.optim.optimizer import LossScaler
 from megazpp.optim.schedule import TrainingProgress
+from megazpp.parallel.agreement import check_equal_on_all_ranks, raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims, check_equal_on_all_ranks, open_axis, raise_on_all_ranks
+from megazpp.parallel.dims import ParallelDims, open_axis
 from megazpp.parallel.host_discovery import resolve_cluster
 from megazpp.parallel.measure_links import measure_device, measure_links
 from megazpp.parallel.worker import Worker, seed_everything

@@ -44,7 +44,7 @@ class WeightPatchesFeature(Feature):
         flags = config.section(PatchesConfig)
         if flags.save_weight_patches is None:
             return Attached()
-        from megazpp.parallel.dims import raise_on_all_ranks
+        from megazpp.parallel.agreement import raise_on_all_ranks
         from megazpp.training.loop import AfterStep
         from megazpp.weight_patches.patches import WeightPatches, check_shared, take_patches_folder
 

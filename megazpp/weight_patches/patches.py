@@ -49,8 +49,9 @@ from megazpp.kernels.weight_delta import encode, message_bytes, numbers
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import TrainingProgress
+from megazpp.parallel.agreement import raise_on_all_ranks, ranks_that_share
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import ParallelDims, raise_on_all_ranks, ranks_that_share
+from megazpp.parallel.dims import ParallelDims
 from megazpp.zero.config import CommPlan, PrecisionConfig
 from megazpp.zero.sharding import Sharding
 

@@ -15,8 +15,8 @@ from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program, run_program
 
 from megazpp.base.program import LAUNCHER_PID, JobError, exit_on_signals, in_words, program, say
+from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.dims import raise_on_all_ranks
 
 # Benchmarks start these two files as ranks.
 STARTED_AS_RANKS = {"benchmark_cluster_ranks", "benchmark_elastic_job"}
