@@ -228,7 +228,8 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
             what = missing if num_ids > model.rows else "all rows are used, as in transformers"
             say(f"note: the tokenizer has {num_ids} tokens, and the model's vocabulary has {model.rows} rows: {what}")
             tokenizer.fit(model.rows)
-        differences = () if model.origin is None else find_differences(tokenizer)
+        # Without transformers, a Megatron-LM model can be converted, but its tokenizer cannot be compared
+        differences = () if model.padded else find_differences(tokenizer)
         for note in (special_tokens_note(tokenizer), *differences):
             if note is not None:
                 say(f"note: {note}")

@@ -97,7 +97,9 @@ def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
     asked, stored = settings.values.get("dtype"), str(found.dtype).removeprefix("torch.")
     rounds = f"{CONFIG} asks for {asked}, to which from_pretrained rounds; the weights are kept in {stored}"
     notes = () if asked in (None, stored) else (rounds,)
-    origin, score_pad = str(folder.resolve()), settings.values.get("pad_token_id")
+    # PEFT cannot load our adapters on this folder if they name matrices that the folder's family fuses
+    origin = str(folder.resolve()) if find_architecture(config).fused == architecture.fused else None
+    score_pad = settings.values.get("pad_token_id")
     return found._replace(origin=origin, score_pad=score_pad, notes=notes)
 
 
@@ -238,12 +240,16 @@ def choose_architecture(config: GPTConfig) -> Architecture:
     return architecture
 
 
-def find_architecture(config: GPTConfig) -> Architecture:
+def find_architecture(config: GPTConfig, *, fused: bool = False) -> Architecture:
     """Return the first Hugging Face family that can represent a model.
 
     If no family can, return the family for which the smallest number of the model's config fields is not supported.
+
+    Args:
+        config: architecture of the model.
+        fused: True to prefer a family that fuses matrices, as phi3 does, among several that can represent the model.
     """
-    return min(ARCHITECTURES.values(), key=lambda architecture: len(_differences(architecture, config)))
+    return min(ARCHITECTURES.values(), key=lambda each: (len(_differences(each, config)), each.fused != fused))
 
 
 @functools.cache

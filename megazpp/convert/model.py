@@ -61,7 +61,8 @@ class Model(NamedTuple):
         tokenizer: flags that name the tokenizer's files on this machine; the flags' defaults if there are no files.
         progress: training progress of the model.
         padded: True if rows of the embedding matrix beyond the tokenizer's vocabulary are padding.
-        origin: Hugging Face folder with these weights; None for other formats.
+        origin: Hugging Face folder with these weights; None for other formats, and if only the folder's family fuses
+            matrices, but not the family of an export.
         score_pad: padding token of a reward model, which scores a text at the last token that is not padding. None if
             it always scores the last token.
         notes: lines for the log about differences from the model in the original program.

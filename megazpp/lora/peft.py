@@ -27,7 +27,7 @@ from torch import nn
 
 from megazpp.base.files import write_whole
 from megazpp.convert.families import split_gate_up
-from megazpp.convert.huggingface import find_architecture, model_pieces, read_json, to_files
+from megazpp.convert.huggingface import Architecture, find_architecture, model_pieces, read_json, to_files
 from megazpp.convert.mixtures import of_experts
 from megazpp.convert.model import (
     HEAD,
@@ -65,8 +65,10 @@ _KNOWN = (
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 # For reward models: PEFT's task type, the module names that PEFT uses for their heads, and the name of a head's weight
 _SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"
-# Matches the names of embeddings and output layers, whose number of rows is the vocabulary size
-_WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.")
+# Matches the names of tensors of embeddings and output layers, one of whose sizes is the vocabulary size
+_WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.(?!lora_A|lora_embedding_B)")
+# Matches the names of adapters on matrices that phi3 fuses. GPT-2's fused matrix has another name.
+_FUSED = re.compile(r"\.(qkv_proj|gate_up_proj)\.")
 _LINEARS = ("attention.qkv", "attention.proj", "mlp.gate", "mlp.fc1", "mlp.fc2")
 
 
@@ -253,7 +255,7 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
         ValueError: a file is missing or damaged, the adapters belong to another model, or training does not support
             them.
     """
-    (model, plain), path = _open_adapter(folder, config), folder / CONFIG
+    (model, plain, _), path = _open_adapter(folder, config), folder / CONFIG
     found, layers = model.peft_config["default"], _lora_layers(model)
     branches = [branch for branch in find_branches(config, (ALL_LINEAR,)) if branch.module in layers]
     terms = {(layer.r["default"], layer.scaling["default"]) for layer in layers.values()}
@@ -307,11 +309,12 @@ def with_adapter(model: Model, folder: Path) -> Model:
             "merge the adapter into the checkpoint on which it was trained"
         )
     # ---- load the adapter, and collect the model's tensors by transformers' names
-    (adapted, plain), architecture = _open_adapter(folder, config), find_architecture(config)
+    adapted, plain, architecture = _open_adapter(folder, config)
     saved, ours = _saved(adapted), dict(model.tensors)
     if _SCORE in saved:
         ours.setdefault(HEAD, held(torch.zeros(1, config.hidden)))
-    pieces = {name: piece for name, piece in (model_pieces(config) | {HEAD: same(_SCORE)}).items() if name in ours}
+    pieces = architecture.pieces(config) | {HEAD: same(_SCORE)}
+    pieces = {name: piece for name, piece in pieces.items() if name in ours}
     theirs = to_files(architecture, split_all(pieces, ours))
     # ---- apply the adapter: collect the weights that it replaces, and the LoRA layers, which are merged when read
     # With tied embeddings the model has no lm_head.weight, so compare that tensor with the word embedding. A base
@@ -350,7 +353,7 @@ def checksum_of(model: Model) -> str:
     return spell_checksum(sum(sum_of_bits(name, entry.read(), (0, 0), entry.shape) for name, entry in weights))
 
 
-def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch.Tensor]]:
+def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch.Tensor], Architecture]:
     """Load adapters by PEFT into a transformers model without weights.
 
     Args:
@@ -358,9 +361,9 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
         config: architecture of the model.
 
     Returns:
-        PEFT's model, and further tensors of the files by transformers' names: base weights that are neither adapters
-        nor in modules_to_save. PEFT saves embeddings, for example, if their number of rows was changed for the
-        training.
+        PEFT's model; further tensors of the files by transformers' names; and the family of the model. The further
+        tensors are base weights that are neither adapters nor in modules_to_save. PEFT saves embeddings, for example,
+        if their number of rows was changed for the training.
 
     Raises:
         ValueError: PEFT is not installed or refuses the adapters, or they change more than LoRA does.
@@ -395,8 +398,12 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
                 settings.modules_to_save = [*(settings.modules_to_save or ()), *_HEADS]
             found = peft.load_peft_weights(str(folder), device="cpu")
             tensors = {name: tensor.float() for name, tensor in found.items()}
-            rows = max([1, *(len(tensor) for name, tensor in tensors.items() if _WORDS.search(name))])
-            model = peft.PeftModel(_empty_model(config, rows, scores=scores), settings, low_cpu_mem_usage=True)
+            # The embedding's A has a column per token, and all other tensors that match _WORDS have a row per token
+            words = {name: tensor for name, tensor in tensors.items() if _WORDS.search(name)}
+            rows = max([1, *(each.shape["lora_embedding_A" in name] for name, each in words.items())])
+            architecture = find_architecture(config, fused=any(map(_FUSED.search, tensors)))
+            empty = _empty_model(architecture, config, rows, scores=scores)
+            model = peft.PeftModel(empty, settings, low_cpu_mem_usage=True)
             loaded = peft.set_peft_model_state_dict(model, tensors, low_cpu_mem_usage=True)
     except Exception as error:  # PEFT raises many types of errors for files that it cannot use
         text = " ".join(str(error).split())
@@ -418,18 +425,19 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
         if "lora_" not in name
     }
     saved = _saved(model)
-    return model, {name: tensor for name, tensor in plain.items() if name not in saved}
+    return model, {name: tensor for name, tensor in plain.items() if name not in saved}, architecture
 
 
-def _empty_model(config: GPTConfig, rows: int, *, scores: bool) -> Any:
+def _empty_model(architecture: Architecture, config: GPTConfig, rows: int, *, scores: bool) -> Any:
     """Return transformers' model of an architecture, whose weights take no memory.
 
     Args:
+        architecture: family of the model.
         config: architecture of the model.
         rows: vocabulary size of the model.
         scores: True for a reward model with a scalar head.
     """
-    transformers, architecture = import_package("transformers", "an adapter"), find_architecture(config)
+    transformers = import_package("transformers", "an adapter")
     values = architecture.write(config) | {"vocab_size": rows, "num_labels": 1, "max_position_embeddings": 1}
     values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     description = transformers.AutoConfig.for_model(architecture.model_type, **values)

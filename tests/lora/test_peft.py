@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from helpers.hf_models import TOKENS, convert_folder, file_tensors, logits, make_llama, make_model, our_model, save
+from helpers.hf_models import (
+    TOKENS,
+    convert_folder,
+    file_tensors,
+    logits,
+    make_llama,
+    make_model,
+    our_logits,
+    our_model,
+    save,
+)
 from helpers.refusals import not_refused
 from helpers.tiers import chosen, slow
 from helpers.training import MIXTURE_STYLE
@@ -30,6 +40,7 @@ from megazpp.lora.peft import (
     default_targets,
     find_branches,
     read_adapter,
+    with_adapter,
     write_adapter,
 )
 from megazpp.lora.policy import add_adapters
@@ -254,6 +265,35 @@ def test_training_continues_a_peft_adapter_of_one_rank_and_scale(tmp_path, setti
     )
     expected = adapted.merge_and_unload().state_dict()
     torch.testing.assert_close(merged, {key: expected[key] for key in merged}, rtol=0, atol=1e-6)
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    ("kind", "targets", "settings"),
+    [
+        ("phi3", ["qkv_proj", "gate_up_proj"], {}),  # without windows and partial rotary positions, a Llama too
+        slow("phi3", ["gate_up_proj"], {"sliding_window": 5}),  # a Mistral too
+        slow("gpt2", ["wte"], {"tie_word_embeddings": False}),
+        slow("llama", ["embed_tokens"], {}),
+    ],
+)
+def test_adapter_is_merged_without_embeddings_and_for_every_family(tmp_path, kind, targets, settings):
+    """Compare logits with PEFT's model; the adapter's files contain no embedding that tells the vocabulary size."""
+    import peft
+
+    base = save(make_model(kind, **settings), tmp_path / "base")
+    asked = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(make_model(kind, **settings), asked)
+    randomize_lora(adapted)
+    adapted.save_pretrained(tmp_path, save_embedding_layers=False)
+    with torch.no_grad():
+        expected = adapted(TOKENS).logits
+    model = open_model(base)
+    torch.testing.assert_close(our_logits(with_adapter(model, tmp_path)), expected, rtol=0, atol=1e-5)
+    if kind == "phi3":  # our adapters have q_proj, k_proj and v_proj, which PEFT does not find in the folder's model
+        assert model.origin is None
+        with pytest.raises(ValueError, match=r"self_attn\.qkv_proj|mlp\.gate_up_proj"):
+            read_adapter(tmp_path, model.config)
 
 
 @needs_peft
