@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
 
 from megazpp.base.files import DamagedError
+from megazpp.base.program import errors_as
 from megazpp.checkpoint.checksums import INDEX, SEPARATE, read_checksums
 from megazpp.checkpoint.checksums import NAME as CHECKSUMS
 from megazpp.checkpoint.folder import RECORD
@@ -72,8 +73,13 @@ class SafeReader:
         """The content of the index `.metadata`: shapes of all tensors, and files with their chunks."""
         if INDEX not in self._files:  # an unlisted index is not verified, and may be a FIFO that blocks for ever
             raise ValueError(f"{self.path}: {CHECKSUMS} does not list {INDEX}; use another checkpoint")
-        with (self.path / INDEX).open("rb") as file:
-            return _IndexUnpickler(file).load()
+        # A forged file can make unpickling raise many types of errors.
+        kinds = (pickle.UnpicklingError, AttributeError, EOFError, LookupError, MemoryError, TypeError)
+        with (self.path / INDEX).open("rb") as file, errors_as(f"{self.path / INDEX} cannot be read", kinds):
+            found: Metadata = _IndexUnpickler(file).load()
+            if {type(found.state_dict_metadata), type(found.storage_data)} != {dict}:
+                raise TypeError("it is not the index of a checkpoint")
+            return found
 
     @functools.cached_property
     def _files(self) -> Collection[str]:
@@ -154,7 +160,8 @@ class SafeReader:
         """
         entry = self.tensors()[key]
         if key not in self._covered:
-            self._check_chunks(key, entry)
+            with errors_as(f"{self.path}: the index describes {key} wrongly", (AttributeError, IndexError, TypeError)):
+                self._check_chunks(key, entry)
         if not box.dim():
             offsets, box = (0,), box.view(1)
         for chunk in entry.chunks:
@@ -172,7 +179,7 @@ class SafeReader:
                 continue
             # ---- read complete rows of the chunk, and copy the columns that the box needs
             columns = place[1:]
-            path, start = self._find_piece(MetadataIndex(key, chunk.offsets))
+            path, start = self._find_piece(MetadataIndex(key, chunk.offsets), entry.properties.dtype, chunk.sizes)
             dtype, width = entry.properties.dtype, math.prod(sizes[1:])
             for part in inside.split(max(_AT_ONCE // width, 1)):
                 row = low[0] - begins[0]
@@ -229,15 +236,18 @@ class SafeReader:
             )
         self._covered.add(key)
 
-    def _find_piece(self, index: MetadataIndex) -> tuple[Path, int]:
+    def _find_piece(self, index: MetadataIndex, dtype: torch.dtype, sizes: torch.Size) -> tuple[Path, int]:
         """Return the file that contains one chunk of a saved tensor, and the byte offset of its first element.
 
         The result is cached, because `read_box` may be called for many parts of a chunk.
 
         Args:
             index: key of the chunk in the index `.metadata`.
+            dtype: dtype of the chunk according to the index.
+            sizes: shape of the chunk according to the index.
         Raises:
-            ValueError: the checkpoint has no readable chunk with this key, or the stored tensor is not contiguous.
+            ValueError: the checkpoint has no readable chunk with this key, or the stored tensor is not contiguous, or
+                has another dtype or shape.
         """
         if index not in self._pieces:
             try:
@@ -256,12 +266,17 @@ class SafeReader:
                     start = found.offset + archive.get_record_offset("data/0")
                     view.seek(0)
                     described = torch.load(view, map_location="cpu", weights_only=True)
-            except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError) as error:
+            except (pickle.UnpicklingError, RuntimeError, LookupError, EOFError, OSError) as error:
                 raise ValueError(
                     f"{self.path}: {index.fqn} cannot be read as a tensor: {error}; use another checkpoint"
                 ) from error
             if not described.is_contiguous() or described.storage_offset():
                 raise ValueError(f"{path}: {index.fqn} is not stored as a contiguous tensor; use another checkpoint")
+            if (described.dtype, described.shape) != (dtype, torch.Size(sizes)):
+                raise ValueError(
+                    f"{path}: {index.fqn} is stored as {described.dtype} {tuple(described.shape)}, but the index "
+                    f"describes {dtype} {tuple(sizes)}; use another checkpoint"
+                )
             self._pieces[index] = path, start
         return self._pieces[index]
 

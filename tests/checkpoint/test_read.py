@@ -228,6 +228,44 @@ def test_only_files_that_the_checksums_list_are_read(saved, tmp_path):
         verify_files(pipe)
 
 
+def test_index_that_does_not_fit_the_stored_tensors_is_refused(saved, tmp_path):
+    """Let the index describe a tensor by another dtype, another position or nonsense, and check that reading fails.
+
+    Without the check, the bytes of the file would silently become other numbers.
+    """
+
+    def with_dtype(index: Any) -> None:
+        index.state_dict_metadata[KEY].properties.dtype = torch.int32
+
+    def with_smaller_tensor(index: Any) -> None:
+        places = index.storage_data
+        smaller = min(places, key=lambda place: places[place].length)
+        for place in [place for place in places if place.fqn == KEY]:
+            places[place] = places[smaller]
+
+    def with_fewer_dimensions(index: Any) -> None:
+        entry = index.state_dict_metadata[KEY]
+        entry.chunks[:] = [ChunkStorageMetadata(torch.Size([0]), torch.Size([entry.size[0]]))]
+
+    def with_negative_length(index: Any) -> None:
+        for place in [place for place in index.storage_data if place.fqn == KEY]:
+            index.storage_data[place] = dataclasses.replace(index.storage_data[place], length=-1)
+
+    def without_tensors(index: Any) -> None:
+        index.state_dict_metadata = None
+
+    wrong = {
+        with_dtype: f"{KEY} is stored as torch.float32 .*, but the index describes torch.int32",
+        with_smaller_tensor: f"{KEY} is stored as torch.*, but the index describes torch.float32",
+        with_fewer_dimensions: f"the index describes {KEY} wrongly: tuple index out of range",
+        with_negative_length: f"{KEY} cannot be read as a tensor: .*Invalid argument",
+        without_tensors: "metadata cannot be read: it is not the index of a checkpoint",
+    }
+    for change, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            forged(saved, tmp_path / change.__name__, change).read_whole(KEY)
+
+
 @pytest.mark.slow
 def test_contradictions_of_a_run_and_its_checkpoint_are_explained(saved, tmp_path):
     other = {"schedule": dataclasses.asdict(dataclasses.replace(schedule(), max_lr=2e-2, decay_samples=999))}
