@@ -8,6 +8,7 @@ message of the assistant adds to the rendered conversation.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 RENDER_SECONDS = 10.0  # limit of the CPU time for rendering one conversation
+KILL_SECONDS = 30.0  # limit of the CPU time of the process, if an expression of the template cannot be interrupted
 MOST_CHARACTERS = 20_000_000  # limit of a rendered conversation's length; this many characters are millions of tokens
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -261,7 +263,8 @@ def _compiled(source: str, name: str, conversations: list[Any], **options: Any) 
             texts, spans = utilities.render_jinja_template(conversations=conversations, chat_template=source, **options)
     except Exception as error:  # catch every type of error, because expressions in a template can raise any
         line = getattr(error, "lineno", None)
-        raise ValueError(f"{name}{'' if line is None else f', line {line}'}: {error}") from error
+        problem = str(error) or type(error).__name__  # a MemoryError has no text
+        raise ValueError(f"{name}{'' if line is None else f', line {line}'}: {problem}") from error
     if (length := max(map(len, texts), default=0)) > MOST_CHARACTERS:
         raise ValueError(
             f"{name}: a conversation's text has {length:,} characters, more than {MOST_CHARACTERS:,}; shorten the "
@@ -280,6 +283,9 @@ def _time_limit() -> Iterator[None]:
 
     The limit is needed because a chat template is a program from the tokenizer's author, which may loop for hours. Only
     the main thread can use the context, because Python handles signals in that thread only.
+
+    A single expression, such as a power of large numbers, may compute in C for hours, and Python raises the error only
+    afterwards. After `KILL_SECONDS` of CPU time, SIGPROF therefore ends the process, and the Python stack is printed.
     """
 
     def stop(*_: object) -> None:
@@ -289,11 +295,15 @@ def _time_limit() -> Iterator[None]:
         )
 
     before = signal.signal(signal.SIGVTALRM, stop)
+    faulthandler.register(signal.SIGPROF, file=2, all_threads=False, chain=True)
     signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, KILL_SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        for timer in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0.0)
+        faulthandler.unregister(signal.SIGPROF)
         signal.signal(signal.SIGVTALRM, before)
 
 

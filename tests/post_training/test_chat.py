@@ -1,6 +1,9 @@
 """Compare the text, token ids and loss masks of conversations with transformers' apply_chat_template."""
 
+import functools
 import json
+import os
+import resource
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,6 +244,22 @@ def test_template_that_loops_is_stopped_with_its_name(source, monkeypatch):
             render([ASK])
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGVTALRM) == before
+
+
+def test_template_whose_expression_cannot_be_interrupted_ends_the_process(monkeypatch):
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.1)
+    monkeypatch.setattr(chat, "KILL_SECONDS", 0.3)
+    template = functools.partial(ChatTemplate, ByteTokenizer(), name="a template")
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (9, resource.RLIM_INFINITY))  # ends a faulty child
+        try:
+            template("{{ 9 ** (9 ** 9) }}").render([ASK])
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGPROF
+    with pytest.raises(ValueError, match=r"^a template: MemoryError"):
+        template("{{ [0] * 10 ** 18 }}").render([ASK])
 
 
 def test_half_a_surrogate_pair_in_a_conversation_is_refused_with_its_line(tmp_path):
