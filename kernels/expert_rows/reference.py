@@ -35,12 +35,12 @@ def sort_rows(experts: Tensor, num_experts: int) -> Sorted:
 
 def take(x: Tensor, order: Tensor, copies: int) -> Tensor:
     """Copy tokens into rows that are sorted by expert, with PyTorch; see `expert_rows.take`."""
-    return x[order // copies if copies > 1 else order]
+    return x.index_select(0, order // copies if copies > 1 else order)  # faster than indexing on CPUs
 
 
 def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None, copies: int) -> Tensor:
     """Sum the outputs of each token's experts, with PyTorch; see `expert_rows.combine`."""
-    found = rows[inverse].view(-1, copies, rows.shape[-1])
+    found = rows.index_select(0, inverse).view(-1, copies, rows.shape[-1])
     if weight is None:
         return found.sum(dim=1)
     return torch.bmm(weight.to(rows.dtype).unsqueeze(1), found).squeeze(1)
@@ -50,7 +50,7 @@ def combine_backward(
     grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `combine` for rows and weight, with PyTorch; see `expert_rows.combine_backward`."""
-    found = rows[inverse].view(*weight.shape, rows.shape[-1])
+    found = rows.index_select(0, inverse).view(*weight.shape, rows.shape[-1])
     of_weight = torch.bmm(found, grad.unsqueeze(2)).squeeze(2).to(weight.dtype)
     factors = weight.to(rows.dtype).flatten()[order].unsqueeze(1)
-    return grad[order // weight.shape[1]].mul_(factors), of_weight
+    return grad.index_select(0, order // weight.shape[1]).mul_(factors), of_weight
