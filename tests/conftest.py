@@ -1,6 +1,7 @@
 """Set up pytest for all tests: environment, tiers, parallel processes and common fixtures."""
 
 import atexit
+import ctypes
 import gc
 import os
 import signal
@@ -12,8 +13,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 import pytest
-import torch
 from helpers.cpu_seconds import LIMIT, FileSeconds
+from helpers.fork_python import WORKER, forked_python
 from helpers.ranks import start_server
 from hypothesis import settings
 
@@ -29,7 +30,19 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 settings.register_profile("no deadline", deadline=None)  # a time limit per example would make tests fail on busy cores
 settings.load_profile("no deadline")
 
-if not torch.cuda.is_available():
+
+def has_gpu() -> bool:
+    """Return True if torch can use a GPU. Torch is only imported if NVIDIA's driver is installed."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if not has_gpu():
     # Set before any Triton kernel is defined; Triton then interprets its kernels on CPU tensors
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -37,6 +50,8 @@ if not torch.cuda.is_available():
 def pytest_configure(config: pytest.Config) -> None:
     if LIMIT in os.environ:
         config.pluginmanager.register(FileSeconds(float(os.environ[LIMIT])))
+    if set(config.option.tx) == {"popen"}:  # this is the main process of pytest-xdist
+        config.option.tx = [f"popen//python={forked_python()} {WORKER}"] * len(config.option.tx)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
         items[:] = [item for item in items if item not in nightly]
-    if not torch.cuda.is_available():
+    if not has_gpu():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
             if item.get_closest_marker("gpu"):  # `item.keywords` would also match names of folders
@@ -57,7 +72,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     A selection of tests runs in one process. All tests on a GPU do so too, because some measure GPU memory.
     """
     whole = config.args == config.getini("testpaths") and not config.option.keyword
-    return 2 if whole and len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_available() else 0
+    return 2 if whole and len(os.sched_getaffinity(0)) > 1 and not has_gpu() else 0
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,8 +1,9 @@
 """Measure the CPU seconds of each test file, and fail a run in which a file takes more than a limit.
 
 `MEGAZPP_FILE_SECONDS=10 python -m pytest` sets the limit and prints the most expensive files; `inf` only prints them.
-The seconds include all processes that a file's tests use: pytest, the shared rank workers and started programs. They
-hardly depend on how busy the machine is, but a slower machine needs a larger limit.
+The seconds include all processes that a file's tests use: pytest, the shared rank workers and started programs, but not
+the server that forks the test processes. They hardly depend on how busy the machine is, but a slower machine needs a
+larger limit.
 """
 
 from collections import Counter

@@ -9,6 +9,10 @@ process group, and the fork is no descendant of the client.
         connects and sends its files   --> server: forks; the child becomes the program
         passes signals on to the child <-- server: sends the process ID of the child
         waits for the exit code        <-- server: waits in a thread for the child; kills the child if the client ends
+
+The test processes of pytest-xdist are forks as well, of a server that pytest's main process starts. Each of them leaves
+a fork of itself behind, before it imports pytest, as the server of the programs that its tests start. So all processes
+of a test run import torch once.
 """
 
 import atexit
@@ -26,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 from pathlib import Path
 
 from megazpp.base.program import LAUNCHER_PID
@@ -35,10 +40,12 @@ OTHERS_MODULES = (
     *("torch._dynamo", "torch.distributed.checkpoint"),
     *("transformers", "transformers.models.auto.tokenization_auto", "sentencepiece"),
 )
-MODULES = ("pretrain_gpt", "megazpp.post_training.trainer", *OTHERS_MODULES)
+MODULES = ("pretrain_gpt", "megazpp.post_training.trainer", *OTHERS_MODULES, "wandb")
+PROGRAMS = "MEGAZPP_TEST_PYTHON"  # variable with the path of the command whose server a test process has forked
+WORKER = "--test-process"
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
-if sys.argv[1].startswith("-") and sys.argv[1] != "-m":
+if sys.argv[1].startswith("-") and sys.argv[1] not in ("-m", "{worker}"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
@@ -69,19 +76,28 @@ def forked_python(*modules: str) -> Path:
         modules: names of the modules that the server imports before it forks; by default those that programs of this
             project import.
     """
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    client, address = Path(folder.name) / "python", f"{folder.name}/socket"
-    client.write_text(CLIENT.format(python=sys.executable, address=address))
-    client.chmod(0o755)
+    if not modules and PROGRAMS in os.environ:
+        return Path(os.environ[PROGRAMS])
+    client, listener = make_client()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with socket.socket(socket.AF_UNIX) as listener:  # clients can connect at once, and wait for the server's imports
-        listener.bind(address)
-        listener.listen()
+    with listener:  # clients can connect at once, and wait for the server's imports
         files = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()]}
         words = [sys.executable, __file__, str(listener.fileno()), *(modules or MODULES)]
         _servers.append(subprocess.Popen(words, env=env, start_new_session=True, **files))
     return client
+
+
+def make_client() -> tuple[Path, socket.socket]:
+    """Write the client into a temporary folder of this process; return (its path, the socket that it connects to)."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    client, address = Path(folder.name) / "python", f"{folder.name}/socket"
+    client.write_text(CLIENT.format(python=sys.executable, address=address, worker=WORKER))
+    client.chmod(0o755)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    return client, listener
 
 
 def end_with_tests() -> None:
@@ -99,13 +115,18 @@ def serve(file: str, *modules: str) -> None:
     gc.disable()
     for name in modules:
         __import__(name)
-    # Start this thread after the imports: megazpp/parallel/forks.py counts the threads when it is imported, and a
-    # launcher forks its workers only if it has as many threads
-    threading.Thread(target=end_with_tests, daemon=True).start()
     # garbage collection in a fork then skips these objects, so the fork shares their memory pages with the server
     gc.freeze()
     gc.enable()
-    with socket.socket(fileno=int(file)) as listener:
+    answer_clients(socket.socket(fileno=int(file)))
+
+
+def answer_clients(listener: socket.socket) -> None:
+    """Fork for every client that connects to the listening socket; never return."""
+    # Start this thread after the imports: megazpp/parallel/forks.py counts the threads when it is imported, and a
+    # launcher forks its workers only if it has as many threads
+    threading.Thread(target=end_with_tests, daemon=True).start()
+    with listener:
         python = str(Path(listener.getsockname()).with_name("python"))
         while True:
             connection, _ = listener.accept()
@@ -116,7 +137,8 @@ def serve(file: str, *modules: str) -> None:
             if child == 0:
                 listener.close()
                 connection.close()
-                sys.executable = python
+                if words[0] != WORKER:
+                    sys.executable = python
                 enter_namespaces(client)
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 become(words, cwd, env, files)
@@ -154,11 +176,27 @@ def enter_namespaces(client: int) -> None:
             os.close(namespace)
 
 
+def fork_programs_server() -> None:
+    """Fork the server of the programs that the tests of this process will start; it ends with this process."""
+    client, listener = make_client()
+    os.environ[PROGRAMS] = str(client)
+    ours, theirs = os.pipe()
+    if os.fork():
+        listener.close()
+        os.close(ours)
+        return
+    os.setsid()
+    os.close(theirs)
+    os.dup2(ours, 0)
+    answer_clients(listener)
+
+
 def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) -> None:
     """Turn this forked process into the program that `python words...` would run; never return.
 
     Args:
-        words: path of the program or "-m" and a module, then the program's arguments.
+        words: path of the program or "-m" and a module, then the program's arguments. After WORKER, they are the
+            options of the interpreter with which pytest-xdist starts a test process; the last one is code.
         cwd: working directory of the client.
         env: environment of the client.
         files: descriptors of the client's standard input, output and error.
@@ -179,6 +217,11 @@ def become(words: list[str], cwd: str, env: dict[str, str], files: list[int]) ->
         if words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == WORKER:
+            fork_programs_server()
+            sys.argv, sys.modules["__main__"] = ["-c"], types.ModuleType("__main__")
+            exec(words[-1], vars(sys.modules["__main__"]))
+            atexit._run_exitfuncs()
         else:
             sys.argv = words
             sys.path.insert(0, str(Path(words[0]).parent))

@@ -8,6 +8,7 @@ raises an exception, the test fails with that rank's traceback, and new workers 
 import atexit
 import contextlib
 import functools
+import logging
 import multiprocessing
 import os
 import tempfile
@@ -127,6 +128,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     from megazpp.parallel.worker import keep_freed_memory, share_gloo_device
 
     torch.set_num_threads(1)
+    torch._logging.set_logs(all=logging.ERROR)  # warnings of ranks would stand between the lines of pytest
     share_gloo_device()
     keep_freed_memory()
     timeout, place = timedelta(seconds=180), {"rank": rank, "world_size": world_size}
