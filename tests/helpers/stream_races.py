@@ -14,6 +14,7 @@ A host that waits for a stream (`.item()`) orders nothing in the simulation, bec
 
 from __future__ import annotations
 
+import functools
 import itertools
 import traceback
 from collections import Counter
@@ -200,7 +201,8 @@ class Streams(TorchDispatchMode):
 
         Call this before anything that may order streams or reuse memory, so that frees come at the right point.
         """
-        for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
+        expired = torch.UntypedStorage._expired
+        for key in [key for key, memory in self._memory.items() if expired(memory.alive.cdata)]:
             self._free(key)
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory:
@@ -306,6 +308,12 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def caller() -> str:
     """Return "file:line" of the innermost stack frame in this project's code or FSDP2's, or "elsewhere"."""
-    lines = ((Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(None))
-    ours = (f"{path.name}:{line}" for path, line in lines if {"megazpp", "_fully_shard"} & {*path.parts})
-    return next(ours, "elsewhere")
+    lines = ((shown_name(frame.f_code.co_filename), line) for frame, line in traceback.walk_stack(None))
+    return next((f"{name}:{line}" for name, line in lines if name), "elsewhere")
+
+
+@functools.cache
+def shown_name(file: str) -> str:
+    """Return the name of a file in this project's code or FSDP2's, and "" for other files."""
+    path = Path(file)
+    return path.name if {"megazpp", "_fully_shard"} & {*path.parts} else ""
