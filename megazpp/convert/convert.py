@@ -22,7 +22,7 @@ from megazpp.checkpoint.metadata import IMPORTED_FROM, SCORE_PAD, SHAPE, Checkpo
 from megazpp.checkpoint.read import find_weights
 from megazpp.checkpoint.safe_reader import WeightOpener
 from megazpp.convert.config import ConvertConfig
-from megazpp.convert.huggingface import class_name, open_model, write_model
+from megazpp.convert.huggingface import class_name, open_model, rounding_notes, write_model
 from megazpp.convert.megatron import open_megatron
 from megazpp.convert.model import HEAD, Model
 from megazpp.convert.native import NO_ADAPTERS, AdapterConverter, open_checkpoint, open_tokenizer, write_weights
@@ -158,7 +158,7 @@ def export(
         say("note: the policy's value head (scalar_head) is left out, because a language model has none")
         model = model._replace(tensors={name: entry for name, entry in model.tensors.items() if name != HEAD})
     name, tokenizer = class_name(model), open_tokenizer(source, record, given, say)
-    for note in find_differences(tokenizer) if tokenizer is not None else ():
+    for note in (*(() if tokenizer is None else find_differences(tokenizer)), *rounding_notes(model, model.dtype)):
         say(f"note: {note}")
     with whole_folder(target) as folder:
         ids, ends = write_tokenizer_files(folder, tokenizer), {None if tokenizer is None else tokenizer.eod}

@@ -94,13 +94,29 @@ def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
     assert length is not None
     tensors = join_all(pieces, tensors, shapes, str(folder))
     found = Model(config, rows, tensors, length, find_tokenizer(folder))
-    asked, stored = settings.values.get("dtype"), str(found.dtype).removeprefix("torch.")
-    rounds = f"{CONFIG} asks for {asked}, to which from_pretrained rounds; the weights are kept in {stored}"
-    notes = () if asked in (None, stored) else (rounds,)
+    asked = getattr(torch, str(settings.values.get("dtype")), None)
+    notes = () if asked is None else rounding_notes(found, asked)
     # PEFT cannot load our adapters on this folder if they name matrices that the folder's family fuses
     origin = str(folder.resolve()) if find_architecture(config).fused == architecture.fused else None
     score_pad = settings.values.get("pad_token_id")
     return found._replace(origin=origin, score_pad=score_pad, notes=notes)
+
+
+def rounding_notes(model: Model, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return a line for the log if `from_pretrained` rounds weights of a model; () if it rounds none.
+
+    transformers keeps the biases of experts in fp32.
+
+    Args:
+        model: model that the folder holds.
+        dtype: dtype in the folder's config.json, which `from_pretrained` gives all weights.
+    """
+    beyond = {name: entry for name, entry in model.tensors.items() if torch.promote_types(entry.dtype, dtype) != dtype}
+    rounded = [name for name in beyond if not name.endswith("expert_bias")]
+    if not rounded:
+        return ()
+    stored = f"{rounded[0]} is stored in {beyond[rounded[0]].dtype}"
+    return (f"{CONFIG} asks for {dtype}, to which from_pretrained rounds {len(rounded)} weights: {stored}",)
 
 
 def _check_alone(folder: Path, adapter: Path | None) -> None:

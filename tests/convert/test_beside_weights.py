@@ -1,14 +1,19 @@
 """Test Hugging Face folders with files beside the weights that `from_pretrained` uses too, such as an adapter."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
-from helpers.hf_models import TOKENS, convert_folder, make_model, our_logits, save
+from helpers.hf_models import TOKENS, convert_folder, file_tensors, make_model, our_logits, save
 
+from megazpp.convert.config import ConvertConfig
+from megazpp.convert.convert import convert
 from megazpp.convert.huggingface import open_model
-from megazpp.convert.native import open_checkpoint
+from megazpp.convert.native import NO_ADAPTERS, open_checkpoint
+from megazpp.data.tokenizer import TokenizerConfig
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -55,10 +60,23 @@ def test_files_that_change_the_loaded_model_are_refused(tmp_path, name, content,
         open_model(folder)
 
 
-def test_note_names_a_dtype_to_which_from_pretrained_would_round(tmp_path):
-    folder = save(make_model("llama"), tmp_path / "base")
-    assert open_model(folder).notes == ()
+def test_note_names_weights_that_from_pretrained_would_round(tmp_path):
+    """Note weights that the dtype of config.json cannot hold, in an imported folder and in an exported one."""
+    model, folder = make_model("llama"), tmp_path / "base"
+    assert open_model(save(model, folder)).notes == ()
     values = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(values))
-    assert "bfloat16" in open_model(folder).notes[0]
+    (note,) = open_model(folder).notes
+    assert "asks for torch.bfloat16, to which from_pretrained rounds 17 weights" in note
     assert open_model(folder).dtype == torch.float32
+    tensors = {n: w if n.endswith("norm.weight") else w.bfloat16() for n, w in file_tensors(folder).items()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    (note,) = open_model(folder).notes
+    assert re.search(r"rounds 5 weights: \S*norm.weight is stored in torch.float32", note)
+    lines: list[str] = []
+    checkpoint = convert_folder(folder, tmp_path / "checkpoint")
+    config = ConvertConfig(input=str(checkpoint), output=str(tmp_path / "exported"))
+    convert(config, TokenizerConfig(), lines.append, opener=NO_ADAPTERS)
+    assert any(re.search(r"note: .* asks for torch.bfloat16, .* rounds 5 weights", line) for line in lines)
+    (folder / "config.json").write_text(json.dumps(values | {"dtype": "float32"}))
+    assert open_model(folder).notes == ()
