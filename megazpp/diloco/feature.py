@@ -49,7 +49,7 @@ class Diloco(Feature):
         config, plan, context = trainer.run.config, trainer.run.plan.of(DilocoPlan), trainer.run.context
         if plan is None or config.jobs > 1:
             return Attached()
-        from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
+        from megazpp.diloco.loop import EarlyStop, LocalSteps, check_replica_group_memory
         from megazpp.diloco.outer import ReplicaGroups
         from megazpp.diloco.state import replica_group_parts
 
@@ -61,8 +61,10 @@ class Diloco(Feature):
         trainer.states = replica_group_parts(trainer.states, replica_groups, model, trainer.values)
         trainer.flags |= {"diloco_outer_lr": plan.outer_lr, "diloco_outer_momentum": plan.outer_momentum}
         trainer.guard.has_replica_groups = True
+        early = EarlyStop(trainer.run.stops, trainer.run.worker)
         return Attached(
-            synchronize=LocalSteps(replica_groups, trainer.parts.objective, trainer.guard, dims).after_step,
+            synchronize=LocalSteps(replica_groups, trainer.parts.objective, trainer.guard, dims, early).after_step,
+            begin=early.begin,
             evaluation_weights=replica_groups.outer_weights,
             wait=lambda progress: replica_groups.wait(),
         )

@@ -3,23 +3,83 @@
 Between two synchronizations, the replica groups of DiLoCo do not communicate. Some decisions concern all ranks: to
 stop, to end the job because of a NaN, to reload a checkpoint. They are made after steps at which groups merge new outer
 weights into their inner weights, because the groups wait for each other there anyway. Until then, a group whose step is
-not finite skips its update, and a group that has received a stop signal continues to train.
+not finite skips its update. A stop signal moves the next such step forward (`EarlyStop`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 from megazpp.base.program import GIGA
 from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import ReplicaGroups
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.hosts import wait_until
 from megazpp.parallel.timeline import COMPUTE
+from megazpp.parallel.worker import Worker
 from megazpp.training.anomalies import Guard
+from megazpp.training.loop import StopConditions
 from megazpp.training.metrics import INNER_LOSS
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.step import LaunchedStep
+
+STOP_POLL_SECONDS = 1.0  # time between two questions of a rank to the store, whether a rank has to stop
+
+
+class EarlyStop:
+    """The agreement of all ranks on a step at which groups synchronize early, because a rank has to stop.
+
+    A thread of each rank asks the job's store whether a rank has to stop. If so, the thread writes the step that this
+    rank has begun. The largest of these steps is the one at which all groups synchronize and stop. The thread never
+    waits for a collective, so no rank waits for ever: a rank that has taken the step that it wrote begins no other step
+    before it knows the largest one.
+
+    Args:
+        stops: stop signal and time limit of this rank.
+        worker: this rank, with the store.
+    """
+
+    def __init__(self, stops: StopConditions, worker: Worker) -> None:
+        self._stops = stops
+        store: Any = worker.store
+        # `clone` opens a second connection, because another thread may be blocked in a call on the first one
+        self._store = dist.PrefixStore(f"megazpp/early_stop/{worker.restarts}", store.clone())
+        self._mine, self._keys = str(worker.rank), [str(rank) for rank in range(worker.world_size)]
+        self._lock, self._begun, self._written = threading.Lock(), 0, False
+
+    def begin(self, progress: TrainingProgress) -> TrainingProgress:
+        """Begin to ask the store, before the first step of the run, and return `progress`."""
+        self._begun = progress.iteration + 1
+        threading.Thread(target=self._ask, args=(STOP_POLL_SECONDS,), name="megazpp-early-stop", daemon=True).start()
+        return progress
+
+    def is_at(self, iteration: int) -> bool:
+        """Return True if all groups synchronize and stop after step `iteration`, which this rank has just taken."""
+        with self._lock:
+            if not self._written:
+                self._begun = iteration + 1
+                return False
+        if iteration < self._begun:
+            return False
+        wait_until(lambda: self._store.check(self._keys))
+        return iteration == max(int(self._store.get(key)) for key in self._keys)
+
+    def _ask(self, poll_seconds: float) -> None:
+        """Ask the store until a rank has to stop, and then write the step that this rank has begun."""
+        with contextlib.suppress(dist.DistError):  # the process that hosts the store has ended
+            while not (self._stops.wants_to_stop or self._store.check(["stop"])):
+                time.sleep(poll_seconds)
+            self._store.set("stop", "")
+            with self._lock:
+                self._written = True
+            self._store.set(self._mine, str(self._begun))
 
 
 class LocalSteps:
@@ -30,13 +90,17 @@ class LocalSteps:
         objective: loss of language modeling, which counts the tokens of each step.
         guard: check of each step for a NaN, an Inf or a loss spike, which ends the job or reloads a checkpoint.
         dims: mesh axes of the job.
+        early: agreement on an early synchronization after a stop signal.
     """
 
-    def __init__(self, replica_groups: ReplicaGroups, objective: Objective, guard: Guard, dims: ParallelDims) -> None:
+    def __init__(
+        self, replica_groups: ReplicaGroups, objective: Objective, guard: Guard, dims: ParallelDims, early: EarlyStop
+    ) -> None:
         assert isinstance(objective, LanguageModelLoss), (
             "DiLoCo supports only language modeling, and check_post_training refuses other objectives before"
         )
         self.replica_groups, self._objective, self._guard, self._dims = replica_groups, objective, guard, dims
+        self._early = early
         # Sum of this group's losses, and number of its steps, since replica groups last waited for each other
         self._losses, self._steps = torch.zeros(()), 0
 
@@ -59,6 +123,7 @@ class LocalSteps:
         replica_groups, iteration = self.replica_groups, progress.iteration
         replica_groups.count(self._objective.tokens)
         self._losses, self._steps = launched.loss + self._losses.to(launched.loss.device), self._steps + 1
+        last = last or self._early.is_at(iteration)
         meets = last or replica_groups.meets_at(iteration)
         # All groups wait for each other at this step. Sum over all ranks: the mean loss since the last such step, and
         # whether a group has seen a NaN or Inf (`failed`) or requests a return to the last checkpoint (`back`).

@@ -249,16 +249,26 @@ class StopConditions:
                 ignores signals and the time limit until the next call with True.
             at_once: True makes CUDA ranks wait for the result of this step's all-reduce.
         """
-        config, minutes = self._config, self._config.exit_duration_in_mins
-        over = minutes is not None and time.monotonic() - self._began > 60 * minutes
-        mine = [self.caught, int(over)]
+        config = self._config
+        mine = [self.caught, int(self._is_over)]
         caught, some_over = self._agree(mine, dims, at_once=at_once) if agree else (0, 0)
         if caught:
             self.hurried = True
             return signal.Signals(caught).name
         if config.exit_interval is not None and iteration % config.exit_interval == 0:
             return f"--exit-interval {config.exit_interval}"
-        return f"--exit-duration-in-mins {minutes}" if some_over else None
+        return f"--exit-duration-in-mins {config.exit_duration_in_mins}" if some_over else None
+
+    @property
+    def wants_to_stop(self) -> bool:
+        """True if this rank has caught a stop signal, or if the time limit of the run is over."""
+        return self.caught > 0 or self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        """True if --exit-duration-in-mins is over."""
+        minutes = self._config.exit_duration_in_mins
+        return minutes is not None and time.monotonic() - self._began > 60 * minutes
 
     def give_up(self, dims: ParallelDims) -> None:
         """Raise StopRequested on all ranks if any rank has caught a stop signal. All ranks wait for one all-reduce.

@@ -1,10 +1,13 @@
 """Test that DiLoCo's replica groups communicate at synchronizations only, and stop or end the job together there."""
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from helpers.faults import guarded, launch, poison_gradient, state
 from helpers.ranks import ranks
 from helpers.tiers import slow
@@ -12,7 +15,7 @@ from helpers.training import CPU, Case, build_diloco, build_on_ranks, build_step
 
 from megazpp.diloco import loop
 from megazpp.diloco.config import DilocoConfig
-from megazpp.diloco.loop import LocalSteps, check_replica_group_memory
+from megazpp.diloco.loop import EarlyStop, LocalSteps, check_replica_group_memory
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.config import StopConfig
@@ -21,17 +24,24 @@ from megazpp.zero.config import ZeroConfig
 
 
 def train(
-    case: Case, folder: Path, poisoned: int | None = None, signalled: int | None = None
+    case: Case, folder: Path, poisoned: int | None = None, signalled: int | None = None, *, stops_early: bool = False
 ) -> tuple[list[dict[str, Any]], str]:
     """Train with DiLoCo; return a dict per step of this rank, and the error that ended the training.
 
     The error is "" if training ended normally. In step 2, rank `poisoned` gets a NaN gradient, and rank `signalled`
-    catches a signal. Either is None if no rank does.
+    catches a signal. Either is None if no rank does. With `stops_early`, a signal moves the next
+    synchronization forward.
     """
     step, dims = build_step(case)
     guarded(step, case, folder, has_replica_groups=True)
     diloco, stops, rows = build_diloco(case, step, dims), StopConditions(StopConfig()), []
-    local_steps = LocalSteps(diloco, step._objective, step.guard, dims)
+    store, rank, size = dist.distributed_c10d._get_default_store(), dims.world.rank, dims.world.size
+    worker: Any = SimpleNamespace(store=store, rank=rank, world_size=size, restarts=folder)
+    early = EarlyStop(stops, worker)
+    if stops_early:
+        with mock.patch.object(loop, "STOP_POLL_SECONDS", 0.01):
+            early.begin(TrainingProgress(0))
+    local_steps = LocalSteps(diloco, step._objective, step.guard, dims, early)
     for iteration in range(1, case.steps + 1):
         if (iteration, dims.world.rank) == (2, poisoned):
             poison_gradient(step.model.final_norm)
@@ -49,6 +59,8 @@ def train(
         row["busy"] = met or diloco.plan.sends_at(iteration) is not None or any(diloco.merge_at)
         record = launched.wait()
         rows.append(row | {"loss": record.loss, "inner": record.metrics.get("inner_loss"), "weights": state(step)})
+        if stops_early and row["stopped"]:
+            break
     return rows, ""
 
 
@@ -91,6 +103,18 @@ def test_nan_in_one_replica_group_ends_the_job_at_the_next_merge(case, meeting, 
 def test_signal_on_one_rank_stops_all_ranks_at_the_next_merge(case, meeting, tmp_path):
     for rows, _ in ranks(4).run(train, case, tmp_path, signalled=1):
         assert [row["stopped"] for row in rows[:meeting]] == [None] * (meeting - 1) + ["SIGTERM"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [PLAIN, LATE])
+def test_signal_between_synchronizations_stops_all_ranks_at_one_step(case, tmp_path):
+    steps = 400
+    case = dataclasses.replace(case, steps=steps, diloco=dataclasses.replace(case.diloco, diloco_steps=steps // 2))
+    results = ranks(4).run(train, case, tmp_path, signalled=1, stops_early=True)
+    (stopped,) = {len(rows) for rows, _ in results}
+    assert stopped < steps // 2
+    for rows, _ in results:
+        assert [(row["met"], row["stopped"]) for row in rows[-2:]] == [(False, None), (True, "SIGTERM")]
 
 
 def test_exit_interval_stops_without_communication():
