@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# Images of Docker often set this. Programs would then write the parts of a line one by one, which mixes ranks' lines
+# Images of Docker often set these two. Programs would write the parts of a line one by one, which mixes ranks' lines,
+# and both test processes would compile all tests in each run
 os.environ.pop("PYTHONUNBUFFERED", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 from helpers.cpu_seconds import LIMIT, FileSeconds
