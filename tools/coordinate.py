@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         "--take-over", action="store_true", help="replace a coordinator whose host cannot be reached any more"
     )
     args = parser.parse_args(argv)
-    address = parse_address(args.listen, "--listen")
+    address = parse_address(args.listen, "--listen", any_port=True)
     if args.secret_file is None and not is_loopback(address.host):
         raise ValueError(f"--listen {args.listen} accepts connections from other machines: give --secret-file as well")
     secret = read_secret(args.secret_file, "--secret-file")

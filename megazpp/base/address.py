@@ -27,15 +27,16 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_address(text: str, flag: str) -> Address:
+def parse_address(text: str, flag: str, *, any_port: bool = False) -> Address:
     """Parse the text HOST:PORT, for example "10.8.0.1:29700" or "[fd00::1]:29700".
 
     Args:
         text: the text that the user has given.
         flag: flag or environment variable with this text, for error messages.
+        any_port: True to accept port 0, with which a program listens at a free port.
 
     Raises:
-        ValueError: `text` has no host or no port, an IPv6 address has no brackets, or the port is no number up to
+        ValueError: `text` has no host or no port, an IPv6 address has no brackets, or the port is no number from 1 to
             65535.
     """
     host, colon, port = text.rpartition(":")
@@ -45,7 +46,8 @@ def parse_address(text: str, flag: str) -> Address:
         raise ValueError(
             f"{flag} {text}: write HOST:PORT, with an IPv6 address in brackets, for example [fd00::1]:29700"
         )
-    return Address(parse_host(host, flag), parse_port(port, f"{flag} {text}: the port"))
+    number = 0 if any_port and port == "0" else parse_port(port, f"{flag} {text}: the port")
+    return Address(parse_host(host, flag), number)
 
 
 def parse_host(text: str, flag: str) -> str:
@@ -68,16 +70,16 @@ def parse_host(text: str, flag: str) -> str:
 
 
 def parse_port(text: str, name: str) -> int:
-    """Return the TCP port that `text` contains, 0 for a free port.
+    """Return the TCP port that `text` contains.
 
     Args:
         text: the text that the user has given.
         name: flag or environment variable with this text, for error messages.
 
     Raises:
-        ValueError: `text` is not a number from 0 to 65535.
+        ValueError: `text` is not a number from 1 to 65535.
     """
-    if not (text.isascii() and text.isdecimal() and int(text) <= MOST_PORT):
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= MOST_PORT):
         raise ValueError(f"{name} {text} is not a TCP port: give a number from 1 to {MOST_PORT}")
     return int(text)
 

@@ -69,12 +69,7 @@ class ElasticConfig(FeatureConfig):
             )
         if self.diloco_coordinator is None:
             return
-        host, port = parse_address(self.diloco_coordinator, "--diloco-coordinator")
-        if port == 0:
-            raise ValueError(
-                f"--diloco-coordinator {self.diloco_coordinator}: 0 is no port of a coordinator; give the port that "
-                "tools/coordinate.py prints"
-            )
+        host, _ = parse_address(self.diloco_coordinator, "--diloco-coordinator")
         if self.diloco_secret_file is None and not is_loopback(host):
             raise ValueError(
                 f"--diloco-coordinator {self.diloco_coordinator} is not on this machine, and needs "

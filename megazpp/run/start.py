@@ -117,7 +117,9 @@ def facts_of(parsed: ParsedRun, record: CheckpointMetadata | None) -> dict[str, 
         parsed: command line of the run.
         record: metadata of the checkpoint that this rank would load; None without one.
     """
-    found = {"the checkpoint to load": "none" if record is None else "found"}
+    # Without a shared folder, a host may lack a checkpoint whose save was interrupted.
+    name = "the checkpoint to load (copy it to all hosts, or move it away where it is found)"
+    found = {name: "none" if record is None else "found"}
     # The paths of these folders may differ between hosts, so compare only whether each path is given. A rank without a
     # path would skip the collectives with which the other ranks load or save.
     for part in parsed.parts:

@@ -22,6 +22,10 @@ def test_address_is_parsed_and_printed_as_it_was_written(text):
     assert str(found) == text
 
 
+def test_program_that_listens_may_ask_for_a_free_port():
+    assert parse_address("127.0.0.1:0", "--listen", any_port=True) == ("127.0.0.1", 0)
+
+
 REFUSED = [
     ("address", "host", "--flag host: HOST:PORT is expected"),
     ("address", "[::1]", "--flag [::1]: HOST:PORT is expected"),
@@ -34,6 +38,8 @@ REFUSED = [
     ("host", "[fd00::1]:29500", "--flag [fd00::1]:29500 is not the name"),
     ("host", "http://alpha", "--flag http://alpha is not the name"),
     ("host", "", "is not the name or the IP address of a host"),
+    ("address", "alpha:0", "--flag alpha:0: the port 0 is not a TCP port: give a number from 1 to 65535"),
+    ("port", "0", "--flag 0 is not a TCP port"),
     ("port", "-1", "--flag -1 is not a TCP port"),
     ("port", "\u00b2", "is not a TCP port"),
 ]

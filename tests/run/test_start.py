@@ -61,7 +61,9 @@ def test_facts_tell_whether_a_rank_has_a_folder_of_checkpoints(flags):
     assert here == there
     assert {name: neither[name] for name in here if here[name] != neither[name]} == {flags.split()[0]: "none"}
     found = facts_of(parse(f"{SMALL} {flags}"), mock.Mock())
-    assert {name: found[name] for name in here if here[name] != found[name]} == {"the checkpoint to load": "found"}
+    assert {name: found[name] for name in here if here[name] != found[name]} == {
+        "the checkpoint to load (copy it to all hosts, or move it away where it is found)": "found"
+    }
 
 
 def test_facts_have_the_content_of_the_cluster_file(tmp_path):
