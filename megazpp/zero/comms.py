@@ -5,7 +5,7 @@ in every micro-batch of gradients:
 
     weights    first use after a change:   the unit's own hops, then other units' cross-node hops in the order of use,
                                            during the forward (for weight deltas also without overlap, and for
-                                           units that are not used)
+                                           units that this forward does not use)
                every use:                  the unit's intra-node hop, then a prefetch of the next unit's intra-node hop
     gradients  every micro-batch:          the unit's intra-node hop
                last micro-batch:           the unit's cross-node hop after its intra-node hop, during the rest of the
@@ -90,7 +90,8 @@ class CommContext:
         shard: axis of all data ranks, for collectives in one hop.
         plan: collectives that replace FSDP2's, with their message formats.
         zero: flags of ZeRO and ZeRO++.
-        precision: compute and reduction dtypes, in which elements without quantization are sent.
+        precision: compute and reduction dtypes. Weights and gradients that are not quantized are sent in these dtypes,
+            except for partial sums in the cross-node hop, which are sent as they are stored: in fp32 or bf16.
         codec: function that creates a unit's codec from its messages' layout and the dtype of unquantized elements.
         lossless_codec: function that creates a unit's codec of lossless deltas from the size of the unit's flat shard.
     Attributes:

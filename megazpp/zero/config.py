@@ -37,7 +37,7 @@ class ZeroConfig(Config):
             otherwise none.
         zero_weight_keyframe_interval: iterations between two sends of whole weights with --zero-weight-delta lossless,
             which repair a secondary copy that faulty memory or a faulty link has corrupted (default: never).
-        zero_gradient_bits: bits per gradient inside a node and across nodes: 4, 8, or 16 to send the reduction dtype.
+        zero_gradient_bits: bits per gradient inside a node and across nodes: 4, 8, or 16 to send gradients unquantized.
         zero_error_feedback: add a moving average of the cross-node quantization errors to the next step's gradients
             (LoCo); takes 1 byte of device memory per parameter and node.
         zero_error_feedback_beta: weight of the earlier errors in the moving average of error feedback; 0 feeds back

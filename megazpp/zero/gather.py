@@ -112,7 +112,8 @@ class InterNodeMessage(IntEnum):
     """
 
     NOTHING = 0
-    # A weight delta. In models of `megazpp.zeropp` without weight deltas, the unit's trained parameters instead.
+    # A weight delta. In models of `megazpp.zeropp` without weight deltas, this kind sends the weights of those
+    # parameters of the unit that require a gradient, but not of the frozen ones.
     DIFFERENCE = 1
     KEYFRAME = 2
 
@@ -301,11 +302,10 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def start_early(self, since: Moment) -> bool:
         """Start the cross-node hop, the all-gather between nodes, before the unit's next use.
 
-        The hop starts only if the weights have changed and the unit is sharded. Without weight deltas there are two
-        more conditions: overlap is on, and FSDP2 has gathered the unit since its last cross-node hop. With weight
-        deltas the hop starts for every unit, used or not, with or without overlap. So the resident weights, to which
-        weight deltas are added, depend only on the optimizer's steps, not on which units a forward has used between
-        two steps.
+        The hop starts only after the unit's first use, if the weights have changed and the unit is sharded. Without
+        weight deltas there are two more conditions: overlap is on, and FSDP2 has gathered the unit since its last
+        cross-node hop. With weight deltas, neither of these two is required. So the resident weights, to which weight
+        deltas are added, depend only on the optimizer's steps, not on which units a forward has used between two steps.
 
         Args:
             since: CUDA event, recorded after the last optimizer step, for which the hop waits. If the weights were
@@ -335,9 +335,9 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
             self._received = self._local_queue.submit(hop, after=(self._crossed,))
 
     def resident(self) -> Resident:
-        """Wait for the last cross-node hop, and return the unit's resident weights.
+        """Wait for the unit's last cross-node hop, and return `secondary`, the object with the unit's resident weights.
 
-        Weight deltas from other nodes are added to these weights. The unit must send weight deltas.
+        Call this method only if nodes exchange the unit's weights as weight deltas, which change the resident weights.
         """
         self._crossed.wait()
         assert isinstance(self.secondary, Resident)

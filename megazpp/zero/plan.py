@@ -158,6 +158,8 @@ def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
 
     Returns None if every flag that the user has set has an effect.
     """
+    # `two_hops` is True if gradients are reduced in two hops, `crossing` if the cross-node hop quantizes them. `used`
+    # has the flags that may lack an effect: False if `plan` does not use the flag.
     two_hops, crossing = plan.reduce is not None, plan.reduce is not None and plan.reduce.cross is not None
     used = {
         "zero_quantized_weights": config.weight_bits < 16 and not (plan.gather and plan.gather.differences),

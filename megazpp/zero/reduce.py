@@ -351,6 +351,8 @@ class TwoHopReduce(SummingReduce):
         key = indices, self._dtype
         if key not in self._codecs:
             segments = self.unit.segments_of(indices)
+            # The intra-node hop sends unquantized gradients in FSDP2's reduction dtype, the cross-node hop in the dtype
+            # in which partial sums are stored.
             inside = self._codec(segments, self._plan.local, self._dtype)
             self._codecs[key] = inside, self._codec(segments, self._plan.cross, self._partial_dtype)
         return self._codecs[key]

@@ -66,7 +66,8 @@ class DeviceStates:
             leaves them to FSDP2.
         adamw: constructor of AdamW from parameter groups and settings; None for `ShardedAdamW`.
         device: device that computes; None for the device of the parameters.
-        partial: names of the parameters whose gradients must still be summed over tensor-parallel ranks.
+        partial: names of the parameters whose gradients are partial on each tensor-parallel rank, so that they must be
+            summed over these ranks (`ParameterSpec.partial`). `TrainStep` sets this attribute if there are several.
     """
 
     unit: type[Unit] = Unit

@@ -2,10 +2,11 @@
 
 All ranks with the same tensor-parallel index gather the same weights, bit for bit. With quantization the weights are
 equal too, because these ranks unpack the same messages. The check runs between a backward and the optimizer's update.
-Each rank gathers the weights of that backward once more, with hpZ from the secondary partition. Then it reads the bits
-of every gathered shard of every unit as integers, and adds the integers of a shard up. If ranks have unequal sums of a
-shard, the check reports the unit, the shard and the ranks. It detects any single wrong integer; several errors in a
-shard could cancel each other.
+Each rank gathers the weights of that backward once more. With hpZ this gather reads the secondary partition, as the
+backward did, so the check also finds errors in the partition. Then each rank reads the bits of every gathered shard of
+every unit as integers, and adds up the integers of each shard. If ranks have unequal sums of a shard, the check reports
+the unit, the shard and the ranks. It detects any single wrong integer; several errors in a shard could cancel each
+other.
 """
 
 from __future__ import annotations
