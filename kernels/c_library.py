@@ -138,7 +138,7 @@ def _run(command: list[str], output: Path) -> Path:
 
 
 def _cache_folder() -> Path:
-    """Return the folder that caches compiled C libraries, and create it if necessary.
+    """Return the folder that caches compiled C libraries, and create it if it does not exist.
 
     The path equals that of `megazpp.base.files.cache_folder`. This function repeats the code of `cache_folder`, because
     files in kernels/ import nothing from the rest of megazpp.

@@ -39,8 +39,9 @@ from megazpp.zero.config import CommPlan, Dtypes, ZeroConfig
 from megazpp.zero.plan import plan_comm
 from megazpp.zero.sharding import axes_of_hops
 
-# Name of the environment variable with the number of ranks per node, if `zeropp` gets no argument ranks_per_node. With
-# fewer ranks than the machine has, ZeRO++ emulates several nodes.
+# Name of the environment variable from which `zeropp` reads the number of ranks per node if its argument
+# `ranks_per_node` is None. If the number is smaller than the number of ranks on a machine, ZeRO++ treats the machine as
+# several emulated nodes.
 RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"
 HANDLE = "_megazpp"  # name of the model's attribute that holds the handle and its settings; it is not a submodule
 
@@ -175,6 +176,8 @@ def _install_comms(
         hosts = dims.host_axes("local", "cross", *(["tp"] if dims.layout.tp > 1 else []))
     axes = [axes_of_hops(each, wire) for each in dict.fromkeys((dims, dims.experts))]
     context = ProgramContext(*axes[0], plan=wire, zero=zero, precision=precision)
+    # For each shard axis, by its ranks, a context with its axes. A unit finds its context by the ranks over which its
+    # parameters are sharded.
     contexts = {each[2].ranks: context.over(*each) for each in axes}
     # ---- create and install one all-gather and one reduce-scatter per unit
     comms = []

@@ -41,7 +41,8 @@ class MixedCodec(Codec):
         fmt: BlockFormat | None,
         codec: Callable[[Sequence[Segment], BlockFormat | None, torch.dtype], Codec],
     ) -> None:
-        # ---- group the parameters by dtype; `spans` has their byte ranges in the flat shard
+        # ---- group the parameters by dtype: for each dtype, `spans` has the byte ranges of its parameters in the flat
+        # shard, and `chosen` their segments in a flat shard that has only the parameters of this dtype
         self.dtype = torch.uint8
         spans: dict[torch.dtype, list[tuple[int, int]]] = {}
         chosen: dict[torch.dtype, list[Segment]] = {}

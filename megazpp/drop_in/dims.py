@@ -39,9 +39,9 @@ _queues: weakref.WeakKeyDictionary[dist.ProcessGroup, CommQueue] = weakref.WeakK
 class GuestDims(ParallelDims):
     """The mesh axes over a program's own device mesh.
 
-    The axes use the mesh's process groups without changing them. Groups for further axes are reused if an earlier model
-    has created them. None of these groups is the default group, because the program may use the default group while
-    hops are pending. They have the timeout of the default group.
+    The axes use the mesh's process groups without changing them. Groups for further axes are created, or reused if they
+    were created for an earlier model. Such a group is never the default group, because the program may use the default
+    group while hops are pending. It has the timeout of the default group.
 
     Args:
         layout: sizes of the axes and placement of the ranks.

@@ -79,7 +79,7 @@ class ProgramGather(TwoHopGather):
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
     def start_early(self, since: Moment) -> bool:
-        """Start the cross hop of this unit's weights before FSDP2 gathers the unit, as `TwoHopGather.start_early` does.
+        """Start the cross-node hop of the unit's weights before its next use, as `TwoHopGather.start_early` does.
 
         The hop does not start if the program has changed the dtype of the unit's parameters since the last gather,
         because the buffers for the hop have the size of the old dtype.

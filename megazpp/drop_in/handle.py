@@ -170,7 +170,7 @@ class Handle(Sharding):
         the sizes of the mesh axes and the rank. If there is no such state (`keeps_state`), no rank writes a file.
 
         Args:
-            folder: folder of the program's checkpoint; it is created if necessary.
+            folder: folder of the program's checkpoint; it is created if it does not exist.
         """
         if not self.keeps_state:
             return

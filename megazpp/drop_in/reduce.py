@@ -244,8 +244,8 @@ class UnusedParameters:
         """Set `.grad` to None for parameters without a gradient on any rank.
 
         Call this method after FSDP2 has set `.grad`, and after the flags of all reductions have arrived. If this rank
-        itself had no gradient of one of the parameters, the host must read the flags, and
-        waits until the device has computed them.
+        itself had no gradient of one of the parameters, the host must read the flags, and waits until the device has
+        computed them. Otherwise the host does not wait.
         """
         unused = self._fresh - self._used
         if unused:
@@ -269,8 +269,8 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
 
     After a backward, `.grad` has the same shards and dtype as in plain FSDP2, and adds up over backwards in the same
     way. Inside `Handle.accumulate`, each node instead keeps partial sums of gradients until the cross-node hop.
-    Two kinds of parameters without a gradient contribute zeros: trained parameters of a unit that was used, and
-    parameters whose partial sums wait.
+    Two kinds of parameters without a gradient contribute zeros: trained parameters, if the unit is gathered or was
+    gathered since its last reduction, and parameters whose partial sums wait.
 
     Args:
         unit: the sharding unit.

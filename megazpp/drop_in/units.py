@@ -21,6 +21,8 @@ from megazpp.zero.comms import in_backward
 from megazpp.zero.units import Unit, find_units
 from megazpp.zero.wire import plan_segments
 
+# Dtypes of weights and gradients that ZeRO++ can send in quantized blocks. Weights in other dtypes are sent unchanged,
+# and gradients in other dtypes are not supported.
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -134,6 +134,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         largest = max(alike, key=lambda items: sum(p.numel() for p in items.parameters()), default=())
         # A list may contain one block several times, if the model uses the block several times.
         blocks = [block for block in dict.fromkeys(largest) if next(block.parameters(), None) is not None]
+    # Drop blocks that share a parameter with a module outside of the block: the model then registers this parameter
+    # more often than the block does.
     in_model = _registrations(model)
     blocks = [block for block in blocks if _registrations(block).items() <= in_model.items()]
     if not blocks:

@@ -31,8 +31,8 @@ at most once per forward, and only if the other reasons do not apply. A backward
 begins without a vote.
 
 On CUDA the host waits for a checksum only outside of a training step. Between two consecutive forwards with gradients
-the device compares the checksums, and the host reads the result one forward later. If a write was missed, all ranks
-then raise an error.
+the device compares the checksums, and the host reads the result one forward later. If the result then shows a write of
+the program, the forward in between has used outdated weights, and all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ class WatchedGather(ProgramGather):
         stepped = self.unit.stepped(held)
         if not any(stepped):
             return
+        # The next use must send whole weights if a weight delta, or only the trained parameters, would not contain all
+        # changes: if parameters were frozen or unfrozen since the last cross-node hop, or the step changed frozen ones.
         frozen_too = any(each and not trained for each, trained in zip(stepped, self._trained, strict=False))
         outdated = keyframe or self._made_from is None or self._trained != self.unit.is_trained
         if outdated or (frozen_too and not self._keeps_frozen()):
@@ -211,7 +213,7 @@ class WatchedGather(ProgramGather):
         unit's present weights (`fits`). Otherwise the next use of the unit sends whole weights.
 
         Args:
-            kept: what the method `kept` returned when the checkpoint was saved.
+            kept: result of the method `kept` when the checkpoint was saved.
         """
         self.drop()
         # `recent` sets the size of the next message, so it must be equal on all ranks, also if only some restore it.
@@ -542,10 +544,11 @@ class WriteWatch:
             )
 
     def _read_late(self) -> list[int]:
-        """Return the indices of the units with a write to this rank's weights that the last forward has missed.
+        """Return the indices of the units whose weights the last forward used, although they were outdated.
 
-        Inside a training step on CUDA, a forward compares checksums without waiting for the results, which this method
-        reads. The list is empty if there are no such results.
+        The program had written to this rank's weights of these units, and no rank had voted to send them. Inside a
+        training step on CUDA, a forward starts the comparisons of checksums that show such writes, but does not wait
+        for the results. This method reads the results. The list is empty if there are none.
         """
         if self._unread is None:
             return []

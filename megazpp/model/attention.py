@@ -52,7 +52,8 @@ class AttentionInputs:
         rotary: (cos, sin) of the rotary angles, each [S, B or 1, 1, rotated channels] fp32; None without rotary
             embeddings.
         mask: [B, 1, S, keys] bool, True where a query attends to a key, or the additive mask that `shared_mask`
-            returns; [1, 1, S, keys] if all sequences have the same mask; None without a mask.
+            returns; [1, 1, S, keys] if all sequences have the same mask; None without a mask. `keys` is S or, with a
+            key-value cache, the number of cached positions that attention reads.
         document_starts: [documents + 1] int32 offsets of the documents in the B x S flattened tokens, for the kernel of
             attention inside documents (see backends.py); None without documents or without this kernel.
         places: [B, S] int64 positions in the key-value cache at which new keys and values are stored; None without a
@@ -149,8 +150,10 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if inputs.rotary is not None:
             q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
+            # Autograd saves v for backward. As a view, v would keep all of `qkv` in memory, so copy it. This is not
+            # necessary if autograd keeps `qkv` anyway, as the input of `q_norm`, or if context parallelism copies v.
             if self.q_norm is None and not self.context_parallel and torch.is_grad_enabled():
-                v = v.contiguous()  # autograd saves v for backward, and a view would keep all of `qkv` in memory
+                v = v.contiguous()
         # ---- store the new tokens' keys and values in the cache, and get those of all tokens that attention reads
         if cache is not None:
             assert inputs.places is not None, "a key-value cache needs `places`, the positions of the new tokens"

@@ -1,7 +1,7 @@
 """Communication queues, in which the collectives of a mesh axis run in order and overlap with compute.
 
 The file ends with two other tools for overlap of host and device: `HostCopy`, which copies a few numbers to the host
-without blocking, and `threads_on`.
+without blocking, and `threads_on`, which makes a pool of threads that use one CUDA device.
 
 A queue runs its tasks one after the other. `submit` returns a `Work`, a handle with which other code waits for the
 task. A task may wait for tasks of other queues by their handles.

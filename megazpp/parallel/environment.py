@@ -74,7 +74,7 @@ def check_connections(env: Mapping[str, str] = os.environ) -> None:
 
 
 def node_folder(name: str) -> Path | None:
-    """Return a private folder for compiled kernels on this node, TEMP/megazpp-UID/NAME, and create it if needed.
+    """Return a private folder for compiled kernels on this node, TEMP/megazpp-UID/NAME; create it if it is missing.
 
     TEMP is the system's folder for temporary files, usually /tmp, and UID the number of the user.
 

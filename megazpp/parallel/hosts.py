@@ -212,6 +212,7 @@ class Hosts:
             self._connected.set()
             if join:
                 self._join(store)
+            # `store.add(key, 0)` reads a counter. `printed` is the last NOTE that this launcher has printed or written.
             printed, expected, checked = "", self.num_nodes, 0.0
             while True:
                 if self._complete.is_set() and self.node_rank == 0 and time.monotonic() > checked + KILLED_SECONDS:
@@ -236,6 +237,7 @@ class Hosts:
                 time.sleep(POLL_SECONDS)
             store.set(f"{LEFT}/{self.node_rank}", "")
             store.add(LEFT, 1)
+            # The store ends with node 0, so node 0 waits until the other hosts have left. `end` limits this wait.
             wait_until(lambda: self.node_rank != 0 or store.add(LEFT, 0) >= expected - len(self._killed))
         except ValueError as mistake:
             self._mistake = mistake

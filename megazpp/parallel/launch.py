@@ -1,4 +1,4 @@
-"""The start of a job: detect the launcher, open the store for the rendezvous, and launch local workers if needed.
+"""The start of a job: detect the launcher, open the job's store, and start local workers if no launcher has done so.
 
 | workers started by              | location of the store     | reachable from                                         |
 |---------------------------------|---------------------------|--------------------------------------------------------|

@@ -140,6 +140,9 @@ def _plan_chunks(
     real = min(max(settings.vocab_size - first, 0), num_rows)
     if real == 0:
         return [], []
+    # `most` is the largest number of steps, of COLUMNS_MULTIPLE columns each, in a chunk. `width` is the number of
+    # columns of a chunk: as few whole steps as the smallest number of chunks allows. The last chunk ends at the row
+    # `end` of the weight. It includes padding rows to fill its last step, if the weight has enough of them.
     most = max(settings.chunk_bytes // (max(num_tokens, 1) * itemsize * step), 1)
     width = step * -(-real // (step * -(-real // (step * most))))
     end = min(-(-real // step) * step, num_rows)
@@ -160,8 +163,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunks, blocks = _plan_chunks(settings, weight.shape[0], len(x), x.element_size())
         logits: torch.Tensor | None = None
         score = torch.zeros(labels.shape, dtype=torch.float32, device=x.device)
-        # Row 0 stands for no chunk. Its values (a normalizer of -inf, an entropy of 0) do not change any result, and
-        # give a rank without chunks a row too.
+        # Row i has the values of chunk i, counted from 1. Row 0 belongs to no chunk: its normalizer of -inf and its
+        # entropy of 0 change no result. It gives a rank whose vocabulary rows are all padding, and which has no chunk,
+        # a row to take the maximum and the sum over.
         normalizers, entropies = (score.new_full((1 + len(chunks), len(x)), value) for value in (float("-inf"), 0.0))
         distribution = _distribution if settings.fuse is None else settings.fuse(_distribution)
 

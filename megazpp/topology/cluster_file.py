@@ -55,6 +55,7 @@ from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Dev
 T = TypeVar("T", Device, Host)
 KEYS = ("nodes", "ranks_per_node", "fast_domain", "rank_order", "links", "device", "host")
 TEXTS = ("name", "source", "calibration")  # keys of devices and hosts whose values are text; all others are numbers
+# Keys of the rates at which a CPU rank encodes and decodes lossless deltas; a device has both keys or neither
 CODER_RATES = {"encode_gigabytes_per_second", "decode_gigabytes_per_second"}
 LINK_KEYS = ("gigabytes_per_second", "gigabits_per_second", "microseconds", "source")
 

@@ -183,6 +183,8 @@ def _joined(infos: Sequence[HostInfo], node: list[int]) -> dict[int, int]:
         infos: each rank's description of its host, by rank.
         node: ranks of the node.
     """
+    # `by_end` maps the end of an NVLink to a rank of this node: the PCI address of a GPU to the rank that uses the GPU,
+    # and SWITCH to the first rank with NVLinks to a switch. A GPU that no rank uses joins no ranks.
     group = {rank: {rank} for rank in node}
     by_end: dict[str, int] = {gpu.pci: rank for rank in node if (gpu := infos[rank].gpu) is not None and gpu.pci}
     for rank in node:
