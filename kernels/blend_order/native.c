@@ -1,20 +1,21 @@
 /* The order of a blend's samples in C, defined in __init__.py, with the same choices as reference.py.
 
 Datasets with equal shares form a group, which takes samples from its members in turn, so all groups have different
-shares. A group's `taken` counts how often all its members have had their turn, and `turn` is the next member.
+shares. A group's `taken` counts how often all its members have had their turn, and its entry in `turns` is the index of
+the member whose turn is next.
 
 The lag of a group is share * max(n, 1) - taken; the group with the largest lag provides sample n. Samples are planned
 in blocks of consecutive samples, and within a block only candidates are compared. The floor of a block is a linear
 function of n. A candidate is a group whose lag would reach the floor at the block's first or last sample if the group
 provided no sample in between. Lags are linear functions too, up to rounding, so no other group reaches the floor within
-the block. If the candidate with the largest lag reaches the floor, its lag is therefore the largest of all groups.
-Before a sample for which no candidate reaches the floor, the block ends early.
+the block. If the candidate with the largest lag at a sample reaches the floor, its lag is therefore the largest of all
+groups. Otherwise the block ends early, before this sample.
 
 The floor affects the speed, not the result. It is predicted from the lags of the previous block's choices: it continues
-their smallest value, minus a margin, with their slope. The slope is 0 in most blends. With nearly equal shares all lags
-rise together until every group has had its turn, and a level floor would make nearly every group a candidate. After a
-block that ended early, the floor is a lag that enough groups reach. If the next block ends early too, the floor after
-it is level and so low that the following block cannot end early.
+their smallest value, minus a margin, with their slope. The slope is 0 in most blends; the floor is level then. With
+nearly equal shares all lags rise together until every group has had its turn, and a level floor would make nearly every
+group a candidate. After a block that ended early, the floor is a lag that enough groups reach. If the next block ends
+early too, the floor after it is level and so low that the following block cannot end early.
 */
 
 #include <math.h>
@@ -37,6 +38,8 @@ static inline masks pick(masks where, masks yes, masks no) { return (yes & where
 
 static inline int any(masks x) { return (x[0] | x[1] | x[2] | x[3]) != 0; }
 
+/* The state of a planner. `block` is the number of samples per block. It is INT32_MAX if there are so few groups that
+all of them are always candidates. Then the floor is -inf, and the margin, slope and lags are not used. */
 struct plan {
     int64_t num_groups, block;
     const double *shares;

@@ -25,7 +25,7 @@ NARROW = 128
 
 
 class _Plan(Structure):
-    """The struct `plan` of native.c: how far the order of a blend's samples is computed; C updates it."""
+    """The struct `plan` of native.c: the state of a blend's planner between two calls of C, which updates the state."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_groups", "block")),

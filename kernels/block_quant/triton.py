@@ -57,6 +57,8 @@ def pack(
         A function that repeats this launch. Its arguments are the addresses of x, of the messages, and of the errors
         or the base if this call has one. None under TRITON_INTERPRET=1.
     """
+    # Each pointer argument of a kernel needs a tensor. The kernel reads neither `minus` without a base, nor `lost` and
+    # `lost_places` without error feedback, so any other tensor serves in these cases.
     minus, places = x if base is None else base, table.tiles(x.device, TILE_ELEMENTS)
     lost, lost_places = messages, places
     if errors is not None:

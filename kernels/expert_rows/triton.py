@@ -50,7 +50,7 @@ def combine(rows: Tensor, inverse: Tensor, weight: Tensor | None, copies: int) -
     """Sum the outputs of each token's experts, in Triton; see `expert_rows.combine`."""
     rows, width = rows.contiguous(), rows.shape[-1]
     total = torch.empty(len(inverse) // copies, width, dtype=rows.dtype, device=rows.device)
-    factors = inverse if weight is None else weight
+    factors = inverse if weight is None else weight  # without WEIGHTED the kernel does not read this argument
     _combine_kernel[(len(total),)](
         *(rows, inverse, factors, total), COPIES=copies, WEIGHTED=weight is not None, **_columns(width)
     )

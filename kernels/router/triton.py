@@ -39,12 +39,12 @@ def route(
     # For each block of tokens and each sample: how often each expert was chosen [E], the sums of the normalized scores
     # [E], the sum of logsumexp^2, and the sum of the entropies.
     sums = empty(num_blocks, batch, 2 * num_experts + 2, device=device)
-    data = (logits, choice, weight, sums, logits if bias is None else bias)
+    data = (logits, choice, weight, sums, logits if bias is None else bias)  # without BIASED the last one is not read
     _route_kernel[(num_blocks,)](
         *data, tokens, num_experts, batch, settings.scaling, GIVEN=given, BIASED=bias is not None, **shape
     )
     chosen, loss = empty(batch, num_experts, device=device), empty(batch, device=device)
-    counted = loss if totals is None else totals
+    counted = loss if totals is None else totals  # without COUNTS the kernel does not use this argument
     scales = (settings.balance, settings.z)
     _sum_kernel[(1,)](
         *(sums, chosen, loss, counted, num_blocks, tokens, num_experts, batch, *scales),
@@ -135,7 +135,8 @@ def _route_kernel(
     ranked = scores if SIGMOID else x
     if BIASED:
         ranked += tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
-    # ---- choose the K experts with the largest scores, in a tie the first one; `rank` is k + 1 for choice k, else 0
+    # ---- choose the K experts with the largest scores, in a tie the first one. `rank` [BLOCK, EXPERTS] is k + 1 for
+    # the expert of a token's choice k, and 0 for all other experts
     rank = tl.zeros((BLOCK, EXPERTS), tl.int32)
     for k in tl.static_range(TOP_K):
         place = choice + token * TOP_K + k

@@ -53,8 +53,9 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
     Args:
         new: [S] bf16 or fp16, new weights.
         old: [S] of the same dtype, old weights, which the receivers hold.
-        kinds: [B] uint8, receives for each block the kind of its body, that is of its encoded changes.
-        halves: [B] uint8, receives the bytes of each block's body / 2, modulo 256.
+        kinds: [B] uint8, receives the kind of each block's body, which holds the block's encoded changes.
+        halves: [B] uint8, receives half of each body's size in bytes. Half the size of a complete raw body, 256, does
+            not fit into uint8 and becomes 0; `decode` knows the size of a raw body from its kind.
         body: [C] uint8, receives the bodies one after another, without those that would end beyond C.
         numbers: [2] int64, receives the bytes that the bodies of all blocks need, and the number of changed elements in
             the blocks that were left out.

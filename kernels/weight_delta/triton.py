@@ -22,7 +22,7 @@ VERSION = triton.__version__
 NUM_WARPS = 4
 
 _BLOCK = tl.constexpr(BLOCK)
-_MOST_POSITIONS, _DENSE, _RAW = tl.constexpr(63), tl.constexpr(64), tl.constexpr(255)
+_MOST_POSITIONS, _DENSE, _RAW = tl.constexpr(63), tl.constexpr(64), tl.constexpr(255)  # kinds of bodies: reference.py
 _MOST_QUOTIENTS = tl.constexpr(MOST_QUOTIENTS)
 _CHUNK = tl.constexpr(1024)  # blocks of weights per iteration of the prefix sum over the lengths of their bodies
 
