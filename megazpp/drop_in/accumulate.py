@@ -111,7 +111,7 @@ class Accumulation:
         return vote
 
     def settle(self) -> None:
-        """Read the results of the votes before earlier forwards, as far as they concern waiting partial sums.
+        """Wait for the votes about gradients in all forwards since the last call, and act on their results.
 
         If any rank has discarded its waiting partial sums, drop those of this rank too.
 

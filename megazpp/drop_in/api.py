@@ -43,7 +43,7 @@ from megazpp.zero.sharding import axes_of_hops
 # `ranks_per_node` is None. If the number is smaller than the number of ranks on a machine, ZeRO++ treats the machine as
 # several emulated nodes.
 RANKS_PER_NODE = "MEGAZPP_RANKS_PER_NODE"
-HANDLE = "_megazpp"  # name of the model's attribute that holds the handle and its settings; it is not a submodule
+HANDLE = "_megazpp"  # name of the attribute with the handle and its settings, in the `__dict__` of the model
 
 
 def zeropp(
@@ -108,7 +108,7 @@ def zeropp(
             )
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # FSDP2 keeps the root's parameters gathered after a forward; ZeRO++ needs shards
+                module.reshard()  # FSDP2 keeps the root gathered after a forward, but the code below reads its shards
         mesh, expert_mesh = _meshes_of(model)
         cluster = _find_cluster(mesh, ranks_per_node)
     else:
@@ -139,7 +139,8 @@ def zeropp(
     # ---- install the collectives
     handle = _install_comms(model, units, GuestDims(layout, mesh, expert_mesh), wire, config, precision, replaced)
     _refuse_later_comms(units)
-    # `setattr` on torch.compile's wrapper would set the attribute of the module inside of the wrapper
+    # Write to `__dict__`, in which a later call looks for the handle. `setattr` on torch.compile's wrapper would set an
+    # attribute of the module inside of the wrapper instead.
     model.__dict__[HANDLE] = _Installed(handle, layout.cluster.ranks_per_node, asked)
     if dist.get_rank() == 0:
         anew = "error feedback and lossless deltas begin anew, unless Handle.load loads what Handle.save has saved"

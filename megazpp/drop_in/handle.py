@@ -101,7 +101,7 @@ class Handle(Sharding):
         self._accumulation.discard()
 
     def invalidate_weights(self) -> None:
-        """Make the next use of each unit gather whole weights again; a call on one rank is enough.
+        """Make each unit send its whole weights between nodes at its next use; a call on one rank is enough.
 
         Call this method after a write to weights between two forwards of one training step on CUDA. ZeRO++ detects all
         other writes itself.
@@ -150,7 +150,10 @@ class Handle(Sharding):
                 reduce.settle_errors()
 
     def rescale_feedback(self, factor: torch.Tensor | float) -> None:
-        """Multiply the error feedback of all units by `factor`; see `Sharding.rescale_feedback`."""
+        """Multiply the error feedback of all units by `factor`; see `Sharding.rescale_feedback`.
+
+        The error feedback then stays valid even if the program clears gradients that no optimizer step has used.
+        """
         super().rescale_feedback(factor)
         for reduce in self._restoring:
             reduce.settle_errors()

@@ -129,10 +129,10 @@ class WatchedGather(ProgramGather):
     def _keeps_frozen(self) -> bool:
         """Return True if an optimizer step has left the unit's frozen parameters unchanged, as checksums show.
 
-        An optimizer step can change a frozen parameter that the program has frozen while the parameter had a gradient.
-        If the checksums are equal, record the frozen parameters' new fingerprints, so that the step does not count as a
-        write to them. The host waits for the device. With weight deltas, return False without a check, because the only
-        checksum covers all parameters.
+        An optimizer step can change a frozen parameter, if the parameter still has a gradient from before it was
+        frozen. If the checksums are equal, record the frozen parameters' new fingerprints, so that the step does not
+        count as a write to them. The host waits for the device. With weight deltas, return False without a check,
+        because the only checksum covers all parameters.
         """
         self._crossed.wait()
         assert self._sums is not None
@@ -192,9 +192,13 @@ class WatchedGather(ProgramGather):
     def kept(self) -> dict[str, torch.Tensor]:
         """Return the tensors with which a checkpoint can restore the unit's resident weights, by name.
 
-        The unit must send weight deltas. The entries are this rank's row of the resident weights, the checksum of this
-        rank's shards, by which `fits` recognizes the weights, the kind of message that the next use sends, and the
-        sizes of the last weight deltas. The dict is empty if the next use sends whole weights.
+        The unit must send weight deltas. The dict is empty if the unit's next use sends whole weights. Otherwise it has
+        four entries:
+
+            row       this rank's row of the resident weights
+            sum       checksum of this rank's shards, which `fits` compares with the checksum of the present shards
+            crossing  kind of message that the unit's next use sends, an `InterNodeMessage` as a number
+            recent    sizes of the last weight deltas, see `LosslessCodec`
         """
         if self._loaded:
             return self._loaded

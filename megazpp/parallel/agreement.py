@@ -1,4 +1,7 @@
-"""Collective checks of a job's ranks: an error, a difference or a shared folder on one rank is known to all ranks."""
+"""Checks that ranks make together: for an error on any of them, for unequal values, and for a folder that hosts share.
+
+All ranks of an axis call a check together, and all of them get the same result or raise the same error.
+"""
 
 from __future__ import annotations
 

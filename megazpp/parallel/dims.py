@@ -60,7 +60,7 @@ from megazpp.parallel.environment import check_connections
 from megazpp.parallel.timeline import Timeline
 from megazpp.topology.layout import AXES, EXPERT_AXES, NODE, Layout
 
-# Axes that are dimensions of the device mesh, outermost first; and the axes of ZeRO++'s hops, into which shard divides
+# Names of the axes that are dimensions of the device mesh, outermost first; names of the axes of ZeRO++'s two hops
 MESH_AXES, HOPS = ("replica_group", "replicate", "shard", "tp"), ("local", "cross")
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # environment variable, see `order_launches`
 # By name of an axis in the layout, the name under which the log shows this axis of experts' parameters

@@ -42,7 +42,7 @@ WAIT_SECONDS = 15.0  # time for the other hosts to start, before a launcher prin
 TELL_SECONDS = 20.0  # longest time for which a launcher that fails before it starts workers tries to tell other hosts
 # Longest time for which node 0's launcher, at the end of the job, keeps the store open for launchers that have not left
 END_SECONDS = 10.0
-# Longest time for which a launcher that leaves waits for the store to take its last message; then the launcher ends
+# Longest time for which a launcher that leaves the job waits until its last message is in the store
 LOST_SECONDS = 3.0
 KILLED_SECONDS = 0.5  # interval at which node 0 checks whether the processes of another host have been killed
 ESTABLISHED = "01"  # state of an open connection in /proc/net/tcp

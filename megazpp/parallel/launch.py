@@ -510,7 +510,7 @@ def _passing_signals_to(
     passed: list[signal.Signals] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
-        """Handle a stop signal of the launcher: forward it to all workers, or raise KeyboardInterrupt."""
+        """Forward a signal to all workers; for a second SIGINT, or without workers, raise KeyboardInterrupt instead."""
         if signum == signal.SIGINT and signal.SIGINT in passed:
             raise KeyboardInterrupt
         passed.append(signal.Signals(signum))

@@ -102,7 +102,8 @@ class Watchdog:
         self._activity = Activity()
         self._layout: Layout | None = None  # layout of the ranks, set by `watch`; None before process groups exist
         self._poll_seconds = min(POLL_SECONDS, self._later / 4)
-        self._since = time.monotonic()  # when the present period began in which this process was not suspended
+        # Time at which this object was created, or at which the judge last noticed that this process was suspended
+        self._since = time.monotonic()
         # Times of the store's last answer, and of the last change of the heartbeat that this rank checks
         self._answered = self._beat_moved = self._since
         self._next = (place.rank + 1) % place.world_size  # rank whose heartbeat this rank checks
@@ -121,7 +122,7 @@ class Watchdog:
         dims.timeline.attach(self._activity)
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Return a context in which this rank waits for all other ranks without a collective of a mesh axis.
+        """Return a context manager for code that waits for all other ranks by other means than the mesh axes.
 
         The watchdog sees the wait as the open span `name` on the track "world".
         """

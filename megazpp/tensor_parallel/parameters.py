@@ -34,7 +34,8 @@ class ParameterSpec:
         transposed: True if the parameter is stored as [inputs, outputs].
         expert: True if the parameter belongs to experts, which are split over expert-parallel ranks (ep) instead of tp.
         exact: True if the parameter is never quantized, neither between ranks nor in packed weights.
-        partial: True if the gradient is partial on each tensor-parallel rank, see `sum_partial_gradients_`.
+        partial: True if each tensor-parallel rank computes only a summand of the gradient, so that the gradient is the
+            sum over these ranks, see `sum_partial_gradients_`.
     """
 
     split: int | None = None

@@ -179,8 +179,8 @@ class GatherSchedule:
 
     def __init__(self, *, overlap: bool, queue: CommQueue) -> None:
         self.overlap, self._queue = overlap, queue
-        # Intra-node hops are prefetched only on the CPU. On CUDA the host runs ahead of the GPU, so it launches a hop
-        # before the GPU needs the result.
+        # Intra-node hops are prefetched only on the CPU. On CUDA this is not necessary: the host runs ahead of the GPU,
+        # so it launches the hop of a use before the GPU needs the result.
         self._prefetch = overlap and queue.blocks_host
         self._order: list[Startable] = []  # all-gathers of used units, in the order of the first uses
         self._all: list[Startable] = []  # all-gathers of all units, used or not

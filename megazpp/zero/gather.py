@@ -384,7 +384,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
     @property
     def _is_current(self) -> bool:
-        """True if the secondary partition holds the weights that the next use needs."""
+        """True if the unit is sharded, and its next use needs no cross-node hop because its weights are unchanged."""
         return self.unit.is_sharded and self.next_crossing() == InterNodeMessage.NOTHING
 
     def _start_cross_hop(

@@ -60,7 +60,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     Raises:
         ValueError: the flags contradict each other or the layout; the message names the flags and their values.
     """
-    # ---- do nodes keep weights (hpZ), and do weights cross nodes whole or as lossless deltas?
+    # ---- decide whether nodes keep weights (hpZ), and whether weights cross nodes whole or as lossless deltas
     if config.optimizer_cpu_offload:
         _check_host_states(config, layout)
     keep = _keeps_secondary(config, layout)
@@ -94,7 +94,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
             given = f"--use-distributed-optimizer, which selects {given}"
         raise ValueError(f"{asked[0]} requires --zero-stage 3, the default, not {given}: remove one of the two flags")
 
-    # ---- do gathers and reductions overlap with the compute? only stage 3 supports this
+    # ---- decide whether gathers and reductions overlap with the compute, which only stage 3 supports
     overlap_gather, overlap_reduce = (
         (config.zeropp if asked_for is None else asked_for) and config.stage == 3
         for asked_for in (config.overlap_param_gather, config.overlap_grad_reduce)
@@ -104,7 +104,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     overlap_reduce = overlap_reduce and layout.replicate == 1
     plan, notices = CommPlan(overlap_gather=overlap_gather, overlap_reduce=overlap_reduce), list[str]()
 
-    # ---- the formats of the two-hop collectives; with one node, FSDP2's collectives in one hop are used
+    # ---- choose the formats of the two-hop collectives; with one node, FSDP2's collectives in one hop are used
     if asked and layout.cross == 1:
         notices.append(f"{asked[0]} has no effect: no traffic crosses nodes, so ZeRO-3's collectives are used")
         quantized_weights = quantized_gradients = keep = False

@@ -111,8 +111,8 @@ class DeviceStates:
         Args:
             tp: tensor-parallel axis. The gradients of the parameters in the attribute `partial` must be summed over it.
         Returns:
-            fp32 scalars by parameter name. None if all gradients are in `.grad`, as here. `TrainStep` then sums the
-            gradients of the parameters in `partial` itself, and computes the norms from `.grad`.
+            fp32 scalars by parameter name. None if all gradients are in `.grad`, as in this class. `TrainStep` then
+            sums the gradients of the parameters in `partial` itself, and computes the norms from `.grad`.
         """
         return None
 
@@ -254,7 +254,7 @@ class Sharding:
             self.reshard()
 
     def invalidate_weights(self) -> None:
-        """Make the next use of each unit gather whole weights again, because the program has written to the parameters.
+        """Make each unit send its whole weights between nodes at its next use, because the program has changed them.
 
         Call this method on all ranks after a write that moves no version counter, for example a write through
         `parameter.data` or `torch._foreach_*`. ZeRO++ detects other writes itself.
