@@ -84,9 +84,9 @@ def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None
     """Apply one message with a lossless delta to old weights, which become the new weights in place.
 
     Args:
-        kinds: [B] uint8, kind of each block's encoded changes, from `encode`.
-        halves: [B] uint8, bytes of each block's encoded changes / 2, from `encode`.
-        body: [C] uint8, the encoded changes of all blocks, from `encode`.
+        kinds: [B] uint8, kind of each block's body, from `encode`.
+        halves: [B] uint8, half of each body's size in bytes, from `encode`; not used for raw bodies.
+        body: [C] uint8, the bodies of all blocks, which hold the encoded changes, from `encode`.
         weights: [S] bf16 or fp16, the old weights, updated.
     """
     exponents, offset = _exponents(weights), 0
