@@ -204,7 +204,7 @@ class ProgramRingReduce(ProgramReduce, CountedReduce):
 
 
 class UnusedParameters:
-    """The parameters of a unit whose `.grad` must become None again, because no rank had a gradient.
+    """The parameters of a unit for which no rank had a gradient, so that their `.grad` must become None again.
 
     ZeRO++ sends zeros for missing gradients, so FSDP2 sets `.grad` of such parameters to zeros.
     """

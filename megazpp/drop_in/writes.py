@@ -472,8 +472,8 @@ class WriteWatch:
         Torch calls this hook after the forward of each FSDP2 module.
 
         Raises:
-            RuntimeError: the previous forward missed a write to weights on some rank, or only some ranks run the
-                forward inside `Handle.accumulate`. All ranks raise this error.
+            RuntimeError: the previous forward has used outdated weights, because the program had written to the weights
+                of some rank; or only some ranks run the forward inside `Handle.accumulate`. All ranks raise this error.
         """
         if self._root is not module:
             return

@@ -32,11 +32,11 @@ from megazpp.model.float8 import FLOAT8_CAPABILITY, MULTIPLE, float8_product
 from megazpp.model.layer_parts import DocumentKernel
 from megazpp.tensor_parallel.layers import Product
 
-# Limits of the variable-length attention kernel (flash attention 2): most channels per head, their divisor, and lowest
-# compute capability. Some devices cannot train with more than 192 channels.
+# Limits of the variable-length attention kernel (flash attention 2): most channels per head, the number that must
+# divide them, and lowest compute capability. Some devices cannot train with more than 192 channels.
 MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
-# Limits of torch's fast grouped matrix product: the lowest compute capability, and the number of which the matrices'
-# dimensions must be multiples (8 elements of bf16 are 16 bytes).
+# Limits of torch's fast grouped matrix product: the lowest compute capability, and the number that must divide the
+# matrices' dimensions (8 elements of bf16 are 16 bytes).
 GROUPED_CAPABILITY, GROUPED_MULTIPLE = (9, 0), 8
 _TRITON_CAPABILITY = (7, 0)  # lowest compute capability for which Triton compiles
 

@@ -30,7 +30,7 @@ class KVCache:
         device: device on which the model computes.
         on_host: True to store the cache in host memory and copy a layer's keys and values to the device when the layer
             runs.
-        mask_multiple: number to a multiple of which the number of keys that attention reads is rounded up. None chooses
+        mask_multiple: the number of keys that attention reads is rounded up to a multiple of this number. None chooses
             CUDA_MASK_MULTIPLE on CUDA without `on_host`, and otherwise 1.
 
     Attributes:

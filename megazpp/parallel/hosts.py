@@ -68,9 +68,10 @@ class Hosts:
         ranks_per_node: number of ranks on each host.
         patience_seconds: longest time to wait until all hosts have joined.
         name: name of this host in messages.
-        over: reason for which another host has ended the job; None while the job runs.
-        over_at: time, on the clock of `time.monotonic()`, at which this host must end its ranks because another host
-            has ended the job; infinite while the job runs.
+        over: reason why the job has ended: a failure that a launcher has written to the store, or a lost connection to
+            the store; None while the job runs.
+        over_at: time, on the clock of `time.monotonic()`, at which this host must end its ranks after the job has
+            ended; infinite while the job runs.
     """
 
     num_nodes: int
@@ -179,7 +180,7 @@ class Hosts:
 
     @property
     def is_time_to_end(self) -> bool:
-        """True if another host has ended the job, and the time for this host's ranks to print details is over."""
+        """True if the job has ended (`over`), and the time for this host's ranks to print details has passed."""
         return time.monotonic() > self.over_at
 
     def _waiting(self) -> str:

@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 class Listener(Protocol):
-    """The interface of an object that a `Timeline` notifies of each span, from its `attach` to its `detach`."""
+    """The interface of an object that a `Timeline` notifies of spans, from `Timeline.attach` to `Timeline.detach`."""
 
     def span(self, track: str, name: str) -> AbstractContextManager[object]:
         """Return a context manager that is entered when the span `name` on `track` begins, and left when it ends."""

@@ -137,7 +137,10 @@ def spread_notices(infos: Sequence[HostInfo], cluster: Cluster) -> tuple[str, ..
 
 
 def _node(info: HostInfo) -> Hashable:
-    """Return the key of a rank's node: the boot ID of its kernel, and its network namespace."""
+    """Return the key of a rank's node: the boot ID of its kernel, and its network namespace.
+
+    The host's name replaces the boot ID if the system hides the boot ID.
+    """
     return (info.boot_id or info.host, info.network_namespace)
 
 

@@ -239,7 +239,8 @@ class ReduceSchedule:
     Args:
         overlap: True if reductions stay in flight until the end of the backward.
         blocks_host: True if waiting for a task blocks the host, as on the CPU. On CUDA only the current stream waits,
-            so the schedule waits for each task at once. FSDP2 then keeps a unit's gradients until they have been sent.
+            FSDP2's reduce stream, so the schedule waits for each task at once. FSDP2 frees a unit's gradients only
+            after this stream has reached that point, so not before they have been sent.
     """
 
     def __init__(self, *, overlap: bool, blocks_host: bool) -> None:

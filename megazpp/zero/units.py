@@ -220,8 +220,8 @@ class Unit:
     def list_once(self) -> None:
         """Make FSDP2 visit this unit once at the end of a backward, not once per module of the unit.
 
-        torch 2.11 lists a unit of several modules several times. FSDP2 would reduce the unit again for each further
-        entry in the list, with zeros.
+        In torch 2.11, the list of FSDP2's states that it visits then has one entry per module. For each further entry
+        of a unit, FSDP2 would reduce the unit again, with zeros as gradients.
         """
         if len(self.modules) > 1:
             states: list[Any] = self.modules[0]._get_fsdp_state()._state_ctx.all_states
