@@ -3,8 +3,8 @@
 A dataset's share is its weight divided by the sum of all weights. Sample n comes from the dataset that is furthest
 behind its share: the one with the largest share * max(n, 1) - taken in fp64, where `taken` is the number of samples
 that the dataset has provided, and the first dataset in a tie. Each choice depends on all earlier ones. `native` (C) and
-`reference` (Python, for machines without a C compiler) make identical choices. With many datasets, C compares only a
-few candidates for each sample.
+`reference` (Python, for machines without a C compiler) make identical choices. If the datasets have many different
+shares, `native` compares only a few candidates for each sample.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["MOST_DATASETS", "blend_order"]
 
 MOST_DATASETS = (1 << 15) - 1  # most datasets of a blend, because int16 holds the number of a sample's dataset
 SECONDS_BETWEEN_LINES = 3.0  # least time between two progress lines of `blend_order`
-# Samples of the blend that C plans per call. A progress line can be printed only between calls. Python is slower, so it
-# plans 16 times fewer samples per call.
+# Samples of the blend that `native` plans per call. A progress line can be printed only between calls. `reference` is
+# slower, so it plans 16 times fewer samples per call.
 _AT_ONCE = 1 << 20
 
 

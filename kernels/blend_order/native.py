@@ -19,13 +19,13 @@ library = partial(find_c_library, Path(__file__).with_name("native.c"))
 # The arrays of candidates have AT_ONCE more elements than there are groups, because native.c writes padding after the
 # last candidate.
 AT_ONCE = 16
-# Datasets with equal shares form a group. Up to NARROW groups, C compares all groups for each sample; with more groups
-# it compares only candidates.
+# Datasets with equal shares form a group. Up to NARROW groups, the C code compares all groups for each sample; with
+# more groups it compares only candidates.
 NARROW = 128
 
 
 class _Plan(Structure):
-    """The struct `plan` of native.c: the state of a blend's planner between two calls of C, which updates the state."""
+    """The struct `plan` of native.c: the state of a blend's planner, which each call of the C function updates."""
 
     _fields_ = [
         *((name, c_int64) for name in ("num_groups", "block")),

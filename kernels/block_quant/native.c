@@ -304,7 +304,7 @@ static void quantize_range(
             subtract(values, base + first * element_bytes(base_dtype), base_dtype, width, size, other);
             values = other;
         }
-        /* ---- without error feedback, quantize the block; the rest is for error feedback */
+        /* ---- without error feedback, quantize the block, and go on with the next block */
         if (error == NULL) {
             *scale = (uint16_t)(bits_of(quantize_block(values, bits, table->clip, size, payload, 0)) >> 16);
             continue;

@@ -35,7 +35,7 @@ TRITON = triton_module(__name__)
 
 __all__ = ["decode", "encode", "message_bytes", "numbers"]
 
-NUMBERS = 16  # bytes of the two int64 counters at the start of a message: bytes needed, elements left out
+NUMBERS = 16  # bytes of the two int64 counters at the start of a message; see the function `numbers`
 
 
 def message_bytes(size: int, capacity: int | None = None) -> int:

@@ -150,8 +150,10 @@ def _measure_kernel(
 def _start_kernel(plan, kinds, halves, numbers, num_blocks, capacity):
     """Compute where each block's body starts in the message, and write these offsets to the last row of `plan`.
 
-    The offset is -1 for a block that is left out. The kernel also writes the message's kinds, halves (size of
-    each body in bytes / 2) and two counters (bytes needed, elements left out). One program handles all blocks.
+    The offset is -1 for a block that is left out, because its body would end beyond `capacity`, in bytes. The kernel
+    also writes the message's kinds, halves (size of each body in bytes / 2) and two counters: the bytes that the bodies
+    of all blocks need, and the number of changed elements in the blocks that are left out. One program handles all
+    blocks.
     """
     first, wanted, left_out = 0, 0, 0
     while first < num_blocks:  # not `for`: Triton 3.6's interpreter does not support a kernel argument as a range's end

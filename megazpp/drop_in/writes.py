@@ -79,7 +79,8 @@ class WatchedGather(ProgramGather):
         # For each parameter, whether it was trained when the unit's weights were last sent; () before that
         self._trained: tuple[bool, ...] = ()
         # Two checksums of this rank's shards when they were last sent: of the frozen and of the trained parameters.
-        # With weight deltas, the second one is the checksum of all parameters. None before the shards are first sent
+        # With weight deltas, the second one is the checksum of all parameters, and the first one is not used. None
+        # before the shards are first sent
         self._sums: torch.Tensor | None = None
         # Tensors of a checkpoint that `load_kept` has got, by name, until `restore_kept` uses or drops them
         self._loaded: dict[str, torch.Tensor] = {}

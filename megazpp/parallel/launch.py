@@ -338,7 +338,7 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
     if passed:
         return _ended_by(passed[0]), "" if failures == {} else f"ended by {passed[0].name}", False
     reason = describe_failure(failures) if failures else ""
-    # Failed ranks notify the ranks of other hosts, except for ranks that a signal has killed (negative exit code).
+    # A failed rank has notified the ranks of other hosts itself, unless a signal has killed it (negative exit code).
     told = failures is not None and all(code > 0 for code in failures.values())
     if failures and EXIT_USER_ERROR in failures.values():  # the worker has printed its error, so print nothing here
         return EXIT_USER_ERROR, reason, told

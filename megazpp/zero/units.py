@@ -220,8 +220,9 @@ class Unit:
     def list_once(self) -> None:
         """Make FSDP2 visit this unit once at the end of a backward, not once per module of the unit.
 
-        In torch 2.11, the list of FSDP2's states that it visits then has one entry per module. For each further entry
-        of a unit, FSDP2 would reduce the unit again, with zeros as gradients.
+        FSDP2 goes through the list `all_states` then. In torch 2.11 the list has one entry per module, so it contains
+        the state of a unit with several modules several times. For each entry after the first one, FSDP2 would reduce
+        the unit again, with zeros as gradients.
         """
         if len(self.modules) > 1:
             states: list[Any] = self.modules[0]._get_fsdp_state()._state_ctx.all_states
