@@ -83,7 +83,8 @@ class FlagParser:
         mutually_exclusive: pairs of field names (a, b). Flag `a`, on the command line or in a later flag file,
             overrides flag `b` of an earlier flag file.
         defaults: defaults of this program, by field name, where they differ from the defaults of the fields.
-        from_checkpoint: names of the fields that take a checkpoint's value by default, which only --help shows.
+        from_checkpoint: names of the fields that take a checkpoint's value by default. The parser only shows this in
+            --help. The program that uses the parser copies the values later.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class FlagParser:
     def help_text(self, *, everything: bool) -> str:
         """Return the text of --help-all if `everything` is True, otherwise the text of --help.
 
-        After the text of --help, this parser can no longer return the text of --help-all, because argparse keeps flags
-        hidden.
+        A call for the text of --help hides flags in argparse permanently. A later call with `everything` would
+        therefore return a text without these flags.
         """
         fields = [(config, field) for config in self.configs for field in dataclasses.fields(config)]
         if everything or self._shown is None:
@@ -360,6 +361,8 @@ def sift_flags(
     kept, notices, problems, refused, ignored = list[Given](), list[str](), list[str](), list[str](), list[str]()
     for given in flags:
         flag = known.get(given.name)
+        # `--no-NAME` turns off the switch `--NAME` of Megatron-LM. It is ignored if `--NAME` is ignored and takes no
+        # value.
         if flag is None and given.name.startswith("--no-"):
             switch = known.get("--" + given.name.removeprefix("--no-"))
             flag = switch if switch is not None and (switch.verdict, switch.arity) == ("ignored", "0") else None

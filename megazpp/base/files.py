@@ -25,8 +25,8 @@ from typing import IO, Any, BinaryIO
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The folder that contains configs/: the package in a wheel, or its parent in a checkout
 HOME = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent
-# Seconds to wait for a lock, whose holder may be about to end. After this time, `lock_for_this_job` gives up or, if its
-# caller allows a longer wait, prints a line about the wait.
+# Seconds to wait for a lock, because the job that holds it may be about to end. After this time, `lock_for_this_job`
+# gives up or, with larger `patience_seconds`, prints a line about the wait.
 LOCK_SECONDS = 5.0
 PROBE_BYTES = 1 << 20  # size of the file that `make_writable` writes and deletes
 MOST_BYTES = 64 << 20  # largest flag file or other text file that `read_small_file` reads
@@ -131,9 +131,10 @@ def check_writable(path: Path, flag: str, *, overwrite: bool) -> None:
 
 
 def check_prefix(prefix: str, flag: str) -> None:
-    """Raise ValueError if `prefix`, the value of `flag`, is a folder.
+    """Raise ValueError if `prefix`, the value of `flag`, does not end with the beginning of a file name.
 
-    A program appends suffixes such as `.bin` to a prefix. With a folder as the prefix, the file would be named `.bin`.
+    Examples are `data/`, `..` and `~`. A program appends suffixes such as `.bin` to a prefix, so with `data/` the file
+    would be named `.bin`. The function looks only at the text: `data` is accepted even if it is an existing folder.
     """
     if prefix.endswith(("/", "/.", "/..")) or Path(prefix).name in ("", "..", "~"):
         folder = prefix.rstrip("/") or "/"
@@ -253,8 +254,8 @@ def sync_directory(path: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on the file `path` during the block. The call waits until no other process holds it.
 
-    The lock file is created if needed, and never deleted. Otherwise one process could lock the deleted file while
-    another process locks a new file of that name.
+    The lock file is created if it does not exist. It is never deleted, because one process could then hold the lock of
+    the deleted file while another process locks a new file of that name.
     """
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -264,7 +265,8 @@ def locked(path: Path) -> Iterator[None]:
 def append_line(path: Path, line: str) -> None:
     """Append `line` and a newline to the text file `path`.
 
-    If a crash or a full disk has truncated the file's last line, a newline is written first.
+    If the file does not end with a newline, because a crash or a full disk has truncated its last line, a newline is
+    written first.
     """
     with path.open("ab+") as file:
         if file.tell() > 0:
@@ -282,7 +284,7 @@ def lock_for_this_job(
     The lock file contains this process's id, its host and the time, so that another job's error message can name them.
 
     Args:
-        path: lock file; it is created if needed, and never deleted.
+        path: lock file; it is created if it does not exist, and never deleted (see `locked`).
         name: flag and path of the folder that the lock protects, for the error message.
         patience_seconds: seconds to wait for another job that holds the lock and may be about to end.
         say: function that prints a line if the wait is longer than LOCK_SECONDS; None to print nothing.

@@ -60,8 +60,8 @@ class FlagSpec(NamedTuple):
         common: True if --help lists the flag; --help-all lists all flags.
         per_host: True if ranks on several hosts may have different values. The ranks compare all other flags.
         shape: for a field of `GPTConfig`: False if it affects neither the shapes nor the meaning of the weights; True
-            if a run and its checkpoint must have equal values of the field. A string is the name of the property to
-            compare instead, for a field that may be None or has several spellings.
+            if a run and its checkpoint must have equal values of the field. A string is the name of the property of
+            `GPTConfig` to compare instead, for a field that may be None, or if several flags set the same property.
         must_be: range of a number, or of each number in a tuple, see `_RANGES`; None for any number.
         most: largest value of a number, and the words that say what limits it; None for no limit.
     """
@@ -159,7 +159,8 @@ def checked_path(read: Callable[[str], Any], name: str, default: Any) -> Callabl
     `Path` would read the empty text as the current folder.
 
     Args:
-        read: the type without this check. The result is `read` itself if the field is no path, or its default is "".
+        read: function that converts the text of any value of the field, without this check. It is returned unchanged if
+            the field is no path (its name has none of the endings `PATHS`), or if its default is "".
         name: name of the config's field.
         default: default of the field.
     """

@@ -37,13 +37,14 @@ from typing import NamedTuple
 from megazpp.base.address import parse_host, parse_port
 
 LOOPBACK = "127.0.0.1"
-# Environment variables with the rank, of launchers that do not always set a variable with the number of ranks
+# Environment variables with this process's rank. Some launchers set one of them without a variable that has the number
+# of ranks.
 _RANKS_ALONE = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MP_CHILD")
 # Environment variables with the ID of the job, which is equal on all ranks of the job
 _JOB_IDS = ("PMIX_NAMESPACE", "FLUX_JOB_ID", "PALS_APID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
-# Distance between the store's ports of two steps of a Slurm job, so large that steps of two jobs with near job numbers
-# do not get the same port.
+# Distance between the store's ports of two consecutive steps of a Slurm job. The ports of consecutive jobs differ by 1.
+# With this large distance, steps of jobs with similar job numbers do not get the same port.
 PORTS_PER_STEP = 7919
 
 

@@ -19,5 +19,5 @@ def available_bytes() -> int:
     for folder, limit, usage, cache in CGROUPS:
         if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            found.append(int(most) - int((folder / usage).read_text()) + int(stat[cache]))  # cache can be freed
+            found.append(int(most) - int((folder / usage).read_text()) + int(stat[cache]))
     return min(found)

@@ -68,8 +68,9 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
-        # In a worker of MegaZ++'s launcher, `_leave_on_ctrl_c` stays the handler until `worker_process`. It prints
-        # nothing there, because the launcher reports Ctrl-C.
+        # In a worker that a launching process of MegaZ++ has started, `_leave_on_ctrl_c` stays the handler until
+        # `worker_process` (parallel/worker.py) sets another one. It prints nothing in a worker, because the launching
+        # process reports Ctrl-C.
         begun = signal.getsignal(signal.SIGINT) is _leave_on_ctrl_c and LAUNCHER_PID not in os.environ
         if begun:  # during `main`, Ctrl-C must run `finally` blocks
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,7 +124,7 @@ def program_of(
             parser = FlagParser(configs, program=Path(inspect.getfile(work)).name, description=text)
             parsed = parser.read(argv, Path.cwd(), megatron_flags or {})
             say_notices(parsed.notices)
-            exit_on_signals()  # `work` can then remove incomplete output
+            exit_on_signals()  # a signal then runs the `finally` blocks of `work`, which remove incomplete output
             try:
                 work(*parsed.configs)
             except KeyboardInterrupt:
@@ -156,7 +157,8 @@ def begin(module: str) -> None:
     if module != "__main__":
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job of a shell ignores SIGINT
+    # SIGINT has another handler than Python's in a background job of a shell, which ignores SIGINT. It stays ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave_on_ctrl_c)
     # MegaZ++'s launcher has blocked SIGINT for the start of a worker's interpreter, so unblock it now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -236,7 +238,7 @@ def answer_flags(
     try:
         is_one_of_many = LAUNCHER_PID in os.environ or "RANK" in os.environ or find_launcher(os.environ) is not None
         is_one_of_many |= any(word.partition("=")[0] == "--nnodes" for word in sys.argv)
-    except ValueError:  # a variable is wrong, which `detect_rank_info` reports later
+    except ValueError:  # a variable is wrong, which parallel/launch.py reports later
         return
 
     @program
@@ -258,7 +260,7 @@ def launched_rank(env: Mapping[str, str] = os.environ) -> int:
         if "RANK" in env:
             return int(env["RANK"])
         launched = find_launcher(env)
-    except ValueError:  # a variable is wrong, which `detect_rank_info` reports later
+    except ValueError:  # a variable is wrong, which parallel/launch.py reports later
         return 0
     return 0 if launched is None else launched.rank
 

@@ -91,9 +91,9 @@ def read_checksums(folder: Path) -> dict[str, FileSum]:
 
 
 def verify_files(checkpoint: Path, *, rank: int = 0, num_ranks: int = 1, names: Collection[str] | None = None) -> int:
-    """Verify the files of a checkpoint that this rank is responsible for against their recorded sizes and checksums.
+    """Compare this rank's part of a checkpoint's files with the sizes and checksums in the list `checksums.txt`.
 
-    The ranks together verify every file. If as many ranks have written the checkpoint, each rank verifies the files
+    The ranks together verify every file. If `num_ranks` ranks have written the checkpoint, each rank verifies the files
     that the rank of the same number has written.
 
     Args:

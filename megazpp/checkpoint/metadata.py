@@ -169,21 +169,24 @@ def read_record(checkpoint: Path) -> CheckpointMetadata:
 def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
     """Return why an embedding or output matrix of `rows` rows does not fit a checkpoint's vocabulary; None if it fits.
 
-    A training run may pad these matrices with rows beyond the vocabulary. A converted model has exactly one row per
-    token. The text is the end of a message that begins with the matrix's name.
+    A training run may pad these matrices with rows beyond the vocabulary. A converted model, whose metadata has an
+    empty `layout`, has exactly one row per token. The text is the end of a message that begins with the matrix's name.
     """
     if rows == record.vocab_size or (record.layout and rows > record.vocab_size):
         return None
     return f"has {rows} rows for {record.vocab_size} tokens"
 
 
-# For each flag of the model's shape, which `check_same_model` compares: the property of GPTConfig with its value
+# The flags that define the model's shape, by field name. For each flag the name of the property of GPTConfig that
+# `check_same_model` compares: the field itself, or a property that the program derives from it (`FlagSpec.shape`).
 _SPECS = {field.name: field.metadata["flag"] for field in dataclasses.fields(GPTConfig)}
 SHAPE = {name: name if spec.shape is True else spec.shape for name, spec in _SPECS.items() if spec.shape}
 # Three keys in `CheckpointMetadata.flags` are not flags. Their values are:
 SAMPLES = "samples"  # batch size, number of data ranks, and a description of the data (data/identity.py)
 IMPORTED_FROM = "imported_from"  # path of the Hugging Face folder from which the model was converted
-SCORE_PAD = "score_pad"  # padding token of a converted reward model, which scores a text at its last other token
+# Id of the padding token of a converted reward model. The score of a text is the model's output at the last token that
+# is not this one.
+SCORE_PAD = "score_pad"
 # Flags that determine the training samples or their order. `data_notes` compares them when a run resumes. PLACES has
 # the flags that name the data, and TEXT those that change how a text is tokenized.
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
@@ -329,8 +332,9 @@ def batch_size_of(record: CheckpointMetadata) -> int | None:
 def schedule_ratio(saved: CheckpointMetadata, own: CheckpointMetadata) -> Fraction:
     """Return the factor that converts a position in the checkpoint's learning-rate schedule to this run's schedule.
 
-    With --train-samples, positions count samples. With --train-iters, they count training steps times the current
-    global batch size. If the batch size has changed, the schedule therefore still ends with the last training step.
+    With --train-samples, a position is the number of consumed samples. With --train-iters, it is the number of
+    completed training steps times the run's global batch size. By this factor, the schedule of a run with --train-iters
+    ends with the last training step even if the batch size has changed.
 
     Args:
         saved: metadata of the checkpoint.

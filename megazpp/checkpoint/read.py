@@ -198,9 +198,10 @@ def check_still_chosen(source: LoadSource | None, config: CheckpointConfig, *, r
 
 
 def _is_requeued(config: CheckpointConfig, own: CheckpointFolder) -> bool:
-    """Return True if an earlier run of the same command has saved checkpoints, and a queuing system started it again.
+    """Return True if --save has checkpoints of an earlier run of the same command, which was queued again.
 
-    This is so if the checkpoints in --save are of a run that started from the same checkpoint in --load as this run.
+    The command counts as the same if the earlier run had the --load folder, --ckpt-step and --finetune of this run.
+    The result is False without --load, or if --load is the folder of --save.
 
     Args:
         config: checkpoint flags of this run.
@@ -381,7 +382,8 @@ class CheckpointReader:
         position = progress.scheduled_samples * schedule_ratio(record, self._own)
         if not source.optimizer:  # as in Megatron-LM, a run with new moments starts its schedule from the beginning
             position = Fraction(0)
-        # ---- if --seq-length has changed, correct the offset from which the number of consumed tokens is computed
+        # ---- if --seq-length has changed, correct `token_offset`. The number of consumed tokens, `consumed_samples` x
+        # --seq-length + `token_offset`, must not change.
         length = self._own.flags.get("seq_length") or 0
         longer_by = (record.flags.get("seq_length") or length) - length
         offset = progress.token_offset + progress.consumed_samples * longer_by

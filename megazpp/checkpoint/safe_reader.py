@@ -53,7 +53,7 @@ class SafeReader:
 
     Its methods raise ValueError in three cases: the index `.metadata` refers to classes that no index needs, an entry
     is not a tensor, or the chunks of a tensor do not cover all its elements. `torch.load(weights_only=True)` reads the
-    headers of tensors.
+    headers of tensors, and runs no code from the file.
 
     Args:
         checkpoint: folder of one checkpoint.

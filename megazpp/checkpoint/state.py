@@ -269,7 +269,7 @@ class Weights(StatePart):
         return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Invalidate the secondary partition, which belongs to the weights before the load.
+        """Invalidate the secondary partition, which nodes have gathered from the weights before the load.
 
         Returns:
             A list with a note if the checkpoint has no scalar head, so that it begins with random weights; otherwise
@@ -389,7 +389,8 @@ class ErrorFeedback(StatePart):
         missing = [name for name, x in self.tensors().items() if name not in loaded]
         for name in missing:
             self.tensors()[name].zero_()
-        # Lost sizes of weight deltas (".recent") get no note. Their only effect is that the next messages are larger.
+        # The buffers ".recent" have the sizes of recent weight deltas, from which the sizes of the next messages are
+        # predicted. If a checkpoint lacks them, only the next messages are larger, so a note is not needed.
         missing = [name for name in missing if not name.endswith(".recent")]
         self._sharding.rescale_feedback(self._values.scaler.scale / self._values.saved_scale)
         return ["error feedback begins at zero: the checkpoint has none of this layout"] if missing else []

@@ -27,7 +27,8 @@ from megazpp.data.gpt_dataset import GPTDataset, Sequences, Source
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.kernels.blend_order import MOST_DATASETS, blend_order
 
-# Number of samples that `_count` gives to np.bincount at once, which copies their indices as int64
+# Number of samples that `_count` gives to np.bincount at once. np.bincount copies its argument as int64, so counting a
+# large blend at once would need 8 bytes of memory per sample.
 _COUNTED_AT_ONCE = 1 << 24
 
 

@@ -93,7 +93,8 @@ class GPTDataset:
     Args:
         sequences: sequences of token ids, which are documents.
         sequence_range: range (start, stop) of the sequences to use.
-        num_samples: smallest number of samples, from as many epochs as needed; None gives the samples of one epoch.
+        num_samples: smallest number of samples. The documents are repeated for as many epochs as this number requires.
+            None gives the samples of one epoch.
         seq_length: tokens that a sample predicts.
         seed: seed for shuffling the documents and the samples.
         name: name of the dataset in messages.

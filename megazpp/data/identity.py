@@ -3,7 +3,7 @@
 The comparison shows whether the data has changed, and how many samples then repeat or are skipped. A checkpoint stores
 the description as a JSON object in its run.json:
 
-    count           number of training samples
+    count           number of training samples that the whole run takes
     order           digest of the samples in their order. Another `count` changes the digest only if it changes the
                     order of the samples, for example by another number of epochs
     sources         `Source` (data/gpt_dataset.py) of each dataset
@@ -47,7 +47,8 @@ def describe_samples(
             and for the test.
         per_prompt: training samples per prompt: completions per prompt times optimization passes over them.
     Returns:
-        The object that the docstring of data/identity.py describes; {} if there is no training dataset.
+        The object that the docstring of data/identity.py describes. It has no `count`, `order` and `sources` if there
+        is no training dataset.
     """
     train, *held_out = datasets
     found: dict[str, Any] = {}

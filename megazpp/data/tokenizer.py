@@ -206,7 +206,8 @@ class Tokenizer:
         special_tokens: special tokens, such as BOS, that the tokenizer's files put around a text.
         variables: text of each special token by its role, such as eos_token, for chat templates.
         special_ids: id of each special token by its text.
-        added_ids: ids of added tokens, such as special tokens. They are not in the vocabulary that training produced.
+        added_ids: ids of added tokens, such as special tokens, which are not in the vocabulary that the tokenizer's
+            training has produced.
     """
 
     vocab_size: int
@@ -486,7 +487,8 @@ class HFTokenizer(Tokenizer):
             return 0
         if special is None and self._has_bytes:
             return len(piece)
-        # An entry with the name of a byte piece is the byte, unless the tokenizer decodes it to its name as plain text.
+        # A vocabulary entry with a name such as <0x0A> stands for one byte. If the tokenizer decodes the entry to this
+        # name, the entry stands for the characters of the name instead.
         return 1 if _BYTE_PIECE.fullmatch(piece) and self.decode([token]) != piece else None
 
 
