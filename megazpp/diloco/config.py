@@ -35,9 +35,9 @@ class DilocoConfig(FeatureConfig):
     Local steps in replica groups, for links that are too slow for a synchronization per step. This is another
     algorithm than data-parallel training.
 
-    A replica group is one or several nodes that train as usual. Every --diloco-steps steps the groups synchronize: the
-    outer optimizer updates the outer weights. Checkpoints store the outer weights. Validation uses the copy of the
-    outer weights that each group has received.
+    A replica group is one or several nodes that train a copy of the model, as a run without DiLoCo on these nodes would
+    do. Every --diloco-steps steps the groups synchronize: the outer optimizer updates the outer weights. Checkpoints
+    store the outer weights. Validation uses the copy of the outer weights that each group has received.
 
     Attributes:
         diloco_steps: steps between two synchronizations of the replica groups; enables DiLoCo.

@@ -30,16 +30,16 @@ from megazpp.training.metrics import INNER_LOSS
 from megazpp.training.objective import LanguageModelLoss, Objective
 from megazpp.training.step import LaunchedStep
 
-STOP_POLL_SECONDS = 1.0  # time between two questions of a rank to the store, whether a rank has to stop
+STOP_POLL_SECONDS = 1.0  # interval at which a rank reads in the store whether any rank has to stop
 
 
 class EarlyStop:
     """The agreement of all ranks on a step at which groups synchronize early, because a rank has to stop.
 
-    A thread of each rank asks the job's store whether a rank has to stop. If so, the thread writes the step that this
-    rank has begun. The largest of these steps is the one at which all groups synchronize and stop. The thread never
-    waits for a collective, so no rank waits for ever: a rank that has taken the step that it wrote begins no other step
-    before it knows the largest one.
+    A thread of each rank asks the job's store whether a rank has to stop. If so, the thread writes to the store the
+    number of the step that this rank has begun. The largest of these numbers is the step after which all groups
+    synchronize and stop. A rank that has taken the step whose number its thread has written waits for the numbers of
+    all ranks before it begins another step. This wait ends, because the threads write without waiting for a collective.
 
     Args:
         stops: stop signal and time limit of this rank.
@@ -55,13 +55,17 @@ class EarlyStop:
         self._lock, self._begun, self._written = threading.Lock(), 0, False
 
     def begin(self, progress: TrainingProgress) -> TrainingProgress:
-        """Begin to ask the store, before the first step of the run, and return `progress`."""
+        """Start the thread that asks the store, before the first step of the run, and return `progress`."""
         self._begun = progress.iteration + 1
         threading.Thread(target=self._ask, args=(STOP_POLL_SECONDS,), name="megazpp-early-stop", daemon=True).start()
         return progress
 
     def is_at(self, iteration: int) -> bool:
-        """Return True if all groups synchronize and stop after step `iteration`, which this rank has just taken."""
+        """Return True if all groups synchronize and stop after step `iteration`, which this rank has just taken.
+
+        If this rank's thread has written `iteration` or an earlier step to the store, the method first waits until the
+        threads of all ranks have written their steps.
+        """
         with self._lock:
             if not self._written:
                 self._begun = iteration + 1

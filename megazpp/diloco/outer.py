@@ -341,7 +341,7 @@ class ReplicaGroups:
         return [fragment for fragment, due in enumerate(self.merge_at) if 0 < due <= iteration]
 
     def _merge_due(self, iteration: float) -> None:
-        """Merge the common outer weights R of all fragments whose merge is due by training step `iteration`."""
+        """Merge R into the inner weights, for all fragments whose merge is due by training step `iteration`."""
         for fragment in self._due(iteration):
             self._merge(fragment, self.plan.merge_alpha)
 

@@ -6,9 +6,10 @@
     replica_group.{i}.inner.{parameter}  inner weights of group i, sharded like R
     replica_group.{i}.counts             `ReplicaGroups.counts` of group i
     replica_group.{i}.values             loss scale and recent losses of group i
-    replica_group.{i}.optimizer.*        moments of group i; the first group has the keys of a run without DiLoCo
-    replica_group.{i}.secondary.*        secondary partition of group i; the first group as for moments
+    replica_group.{i}.optimizer.*        moments of group i
+    replica_group.{i}.secondary.*        secondary partition of group i
 
+Moments and secondary partition of the first group have the keys of a run without DiLoCo, optimizer.* and secondary.*.
 So a run without DiLoCo can read the outer weights and the first group's moments. If a resumed run has another number of
 groups, it keeps outer weights and momentum, and inner weights start at the outer weights. Group j takes the moments of
 group j modulo the earlier number of groups.
@@ -178,7 +179,7 @@ class OfReplicaGroup(StatePart):
 
     Args:
         part: checkpoint part of a run without DiLoCo.
-        own: state of this replica group, which knows from which group of a checkpoint to load.
+        own: state of this replica group. Its attribute `source` is the group of a checkpoint from which `part` loads.
     """
 
     prefix = ""

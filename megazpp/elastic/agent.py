@@ -1,7 +1,8 @@
 """The connections of one rank in elastic DiLoCo: to the coordinator, and to ranks of other groups. No torch.
 
 Threads keep a connection to the coordinator, fetch contributions (packed outer gradients) of other groups, and serve
-contributions and snapshots of the outer state. A rank exchanges data only with the ranks of the same index in other
+contributions and snapshots of the outer state. A contribution consists of one message per rank, which has the outer
+gradient of the rank's shards. A rank exchanges messages and snapshots only with the ranks of the same index in other
 groups. The training loop publishes a contribution, waits for commits, and reads the messages of a commit.
 
 A lost connection to the coordinator loses nothing. Each report to the coordinator is complete, and so is the first
@@ -85,7 +86,8 @@ class Agent:
         self._changed, self._state_at = threading.Condition(), 0.0
         self._channel: Channel | None = None
         self.state: Record | None = None
-        # By id of a contribution: this rank's message of it, which this group has published or this rank has fetched
+        # By id of a contribution: the contribution's message for ranks of this index. This rank has made the message if
+        # the contribution is of this group; otherwise it has fetched the message from another group
         self._messages: dict[str, bytes] = {}
         # By id: description of each contribution of this group that no commit has merged yet
         self._published: dict[str, Record] = {}

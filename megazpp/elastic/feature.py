@@ -41,7 +41,7 @@ class Elastic(Feature):
         return diloco.diloco_replica_groups
 
     def check(self, config: RunConfig, plan: RunPlan) -> ElasticPlan | None:
-        """Check the flags against all other flags of the run, and return the plan of elastic DiLoCo.
+        """Check the flags of elastic DiLoCo against all other flags of the run, and return the plan of elastic DiLoCo.
 
         Args:
             config: all flags of the run.

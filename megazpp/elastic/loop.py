@@ -170,7 +170,8 @@ class ElasticLoop:
         if goes_on:
             return self._progress(progress), False
         launched.check()
-        # The group leaves while an earlier contribution waits for its commit, so it cannot publish its last steps
+        # The group leaves while an earlier contribution still waits for its commit. A group can publish a contribution
+        # only after the commit of its previous one, so it cannot publish its last steps.
         if self._published is not None:
             self._say(f"{self._steps} steps of this group are not published; others will train their samples again")
             return self._progress(progress), True
@@ -405,7 +406,8 @@ class ElasticLoop:
                 unsent=self._has_unsent,
                 fingerprint=(self.version, self.outer.fingerprint()),
             )
-            # To replace the inner weights by R would lose unpublished steps. If there are any, add R's change instead.
+            # If this group has trained steps that it has not published, it would lose these steps if R replaced its inner
+            # weights. So add the change of R to the inner weights instead.
             if before is not None:
                 self.outer.shift(units, before)
             else:

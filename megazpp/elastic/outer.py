@@ -7,7 +7,7 @@ all groups contribute, these are also the bits of diloco/outer.py. The outer sta
 weights and the commits. A slow group can apply commits later. A new group fetches the state of any version and applies
 the later commits.
 
-    D      = sum over contributions of tokens x age factor x delta / sum of tokens x age factor
+    D      = sum(tokens x age factor x delta) / sum(tokens x age factor), both sums over all contributions
     m      = mu m + D;  outer -= eta (D + mu m);  R += quantized(outer - R)
 
 D is the weighted mean of the contributions (each is a delta), m the outer momentum with the coefficient mu, and eta the

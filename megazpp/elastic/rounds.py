@@ -234,8 +234,8 @@ class Rounds:
     def state(self, name: str, rank: int, now: float, *, known: str | None = None) -> Record:
         """Return the state of the run that the coordinator sends to rank `rank` of the group `name`.
 
-        The commits are most of its bytes. It has no entry "commits" if the run's version has the id `known`: the rank
-        then has these commits from an earlier state.
+        The state has no entry "commits" if the run's version has the id `known`, because the rank then has these
+        commits from an earlier state. This saves most of the bytes.
         """
         group = self.groups[name]
         own = {key: getattr(group, key) for key in ("status", "why", "slot", "granted", "cell", "leaves")}
@@ -258,7 +258,7 @@ class Rounds:
         return found if self.id_of(self.version) == known else found | {"commits": self._kept_commits(rank)}
 
     def _kept_commits(self, rank: int) -> dict[str, Record]:
-        """Return the commits whose messages all groups keep, by version, as one rank needs them."""
+        """Return the commits whose messages all groups keep, by version, with the SHA-256 of one rank's messages."""
         kept = self.commits[-self._num_kept :]
         return {str(c["commit"]): c | {"set": [self._for_rank(entry, rank) for entry in c["set"]]} for c in kept}
 
@@ -306,7 +306,8 @@ class Rounds:
         own = group if group is not None and group.incarnation == hello["incarnation"] else None
         if own is not None and own.status == "out":
             raise RefusedError(f"the coordinator has declared group {name} out: {own.why}; start its job again")
-        # A group that has taken part has leases. Only a journal with the record of this group's start has them too.
+        # A group that has taken part trains leased samples. The coordinator knows these leases only if its journal has
+        # the record of this start of the group's job.
         if hello["joined"] and (own is None or not known):
             raise RefusedError(
                 f"group {name} has outer weights of version {version} that are not of this run: the coordinator was "
@@ -765,7 +766,7 @@ class Rounds:
         return sorted(found)[quorum - 1] if len(found) >= quorum else None
 
     def _for_rank(self, entry: Record, rank: int) -> Record:
-        """Return a contribution as one rank needs it: with the SHA-256 of the message that this rank fetches."""
+        """Return a copy of a contribution's description, in which "digest" is the SHA-256 of one rank's message."""
         return entry | {"digest": entry["digest"][rank]}
 
     def _say(self, line: str, *, returned: int = 0) -> None:

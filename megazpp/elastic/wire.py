@@ -29,7 +29,8 @@ GREETING = b"megazpp elastic 1\n"
 # Sizes in bytes: of each side's random number in the handshake, of a MAC (HMAC-SHA256), and of the longest JSON message
 # that is sent or accepted
 NONCE_BYTES, MAC_BYTES, MOST_FRAME_BYTES = 16, 32, 1 << 24
-# Bytes of bulk data that one call sends. A socket's time limit holds for a whole call: a slow link needs small parts.
+# Bytes of bulk data per call of `sendall`. The socket's time limit holds for a whole call, within which a slow link can
+# send only a small part.
 PART_BYTES = 1 << 16
 RETRY_SECONDS = 0.3  # wait before a connection, a fetch, or the acceptance of a connection is tried again
 HANDSHAKE_SECONDS = 10.0  # limit for each read and write until the peer has proved that it knows the secret
@@ -91,7 +92,10 @@ class Channel:
         return self._sock.getsockname()[0]
 
     def set_timeout(self, seconds: float) -> None:
-        """Let `send` and `receive` raise a TimeoutError if the peer reads or writes nothing for `seconds`."""
+        """Set the time limit of `send` and `receive`, which raise a TimeoutError when it is over.
+
+        The limit holds for a complete call of `send`. In `receive` it holds for each wait for further bytes.
+        """
         self._sock.settimeout(seconds)
 
     def send(self, message: Any) -> None:
@@ -190,7 +194,7 @@ def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
     Args:
         address: address of an `AuthenticatedListener`.
         secret: secret of the run.
-        seconds: limit for connecting, and later for each `send` and `receive` of the channel.
+        seconds: limit for connecting, and later for the calls of `send` and `receive` (see `Channel.set_timeout`).
     """
     channel = Channel(socket.create_connection(address, seconds), secret, accepted=False)
     channel.set_timeout(seconds)
