@@ -71,7 +71,8 @@ class SumSlot:
 
     Attributes:
         buffer: 1-D tensor with room for the partial sums of the largest unit.
-        used_by: task of the last hop across nodes that reads `buffer`; the next use of the slot waits for it.
+        used_by: task of the last hop across nodes that reads `buffer`. `HostedTwoHopReduce` (reduce.py) waits for this
+            task before it writes to `buffer` again.
     """
 
     buffer: torch.Tensor

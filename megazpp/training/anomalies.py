@@ -43,9 +43,9 @@ SHOWN = 8
 
 
 class LossHistory:
-    """The finite losses of the last `WINDOW` (100) steps, which checkpoints save.
+    """The last `WINDOW` (100) finite losses, which checkpoints save; empty without --loss-spike-sigma.
 
-    A loss that lies far above their mean is a loss spike.
+    A loss that lies more than --loss-spike-sigma standard deviations above their mean is a loss spike.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Guard:
         sharding: handle of the model whose gradients and weights are checked.
         run: process groups, log and run folder.
         plan: batch sizes, from which the samples of an iteration follow.
-        history: losses of earlier steps; the guard adds the loss of each step.
+        history: losses of earlier steps. With --loss-spike-sigma, the guard adds the loss of each step if it is finite.
         scaler: loss scale. As long as a dynamic loss scale can decrease, a gradient that is not finite is no error.
         verify_interval: number of steps between two calls of `verify`; None for no calls.
         verify: function that compares the gathered weights over ranks, and raises CorruptWeightsError if they differ.
@@ -238,8 +238,7 @@ class Guard:
         """
         world, plan = self.run.dims.world, self.plan
         reports = world.gather_objects(self._failure or StepReport(self.run.dims.data_rank))
-        # Only rank 0 receives reports; the other ranks have an empty list. Rank 0 makes the error message, and writes
-        # the details to a file of the run folder.
+        # Only rank 0 receives reports; the other ranks have an empty list.
         message = None
         if reports:
             first = next(each for each in reports if each.iteration is not None)
@@ -261,7 +260,6 @@ class Guard:
                 }
                 file = self.run.folder.write_json(f"not-finite-{step}.json", record, indent=2)
                 message += f"\nsamples, losses and norms: {file}"
-        # All ranks raise the error with the message of rank 0.
         raise NotFiniteError(world.share_object(message))
 
     def _go_back(self) -> str:

@@ -30,8 +30,10 @@ ALWAYS = ("grad_norm", "max_grad_norm", "peak_memory_bytes")
 class StepRecord:
     """The numbers of one optimizer step.
 
-    `TrainStep` fills in the fields up to `metrics`, and the training loop adds the others. All fields are equal on all
-    ranks, except the times and, until the next log line, `tokens`.
+    `TrainStep` fills in the fields up to `num_zeros` and `metrics`. `MetricsRecorder` computes `params_norm`, and adds
+    the numbers of routers to `metrics`, in steps with a log line. The training loop fills in the other fields. All
+    fields are equal on all ranks (with DiLoCo, on all ranks of a replica group), except the times and, until the next
+    log line, `tokens`.
 
     Attributes:
         iteration: index of the step, counted from 1.
@@ -227,7 +229,7 @@ class IntervalRecord:
 
 @dataclass(kw_only=True)
 class Meter:
-    """Sums over the records of steps, from which it summarizes each log interval and the run.
+    """Sums over the records of steps, from which `interval` summarizes a log interval, and `summary` the run.
 
     Args:
         total_iterations: number of steps of the complete run.

@@ -256,7 +256,7 @@ class MetricsRecorder:
         self.tracker.write(scalars, **place)
 
     def evaluate(self, evaluate: Validation | None) -> float | None:
-        """Call `evaluate`, with DiLoCo on the outer weights, and return its result.
+        """Call `evaluate`, and return its result. With DiLoCo, the model has the outer weights during the call.
 
         Returns None if `evaluate` is None, or if a stop signal arrives during the evaluation.
         """

@@ -149,8 +149,8 @@ class TrainStep:
 
         # ---- adapt the loss scale, scale the error feedback, and add the metrics to the step's record
         if self.guard is not None and self.guard.went_back:
-            # The guard has loaded a checkpoint. Its error feedback is multiplied by the loss scale of the checkpoint,
-            # and the clipping of this step does not apply to it.
+            # The guard has loaded a checkpoint, and with it the error feedback and the loss scale. The loaded error
+            # feedback has the loaded loss scale as a factor, and the clipping of this step does not apply to it.
             kept, scale = 1.0, self.scaler.scale
         self.scaler.update(found_inf=step.overflow)
         self.sharding.end_step(kept * (self.scaler.scale / scale), iteration=iteration)
