@@ -406,8 +406,9 @@ class ElasticLoop:
                 unsent=self._has_unsent,
                 fingerprint=(self.version, self.outer.fingerprint()),
             )
-            # If this group has trained steps that it has not published, it would lose these steps if R replaced its inner
-            # weights. So add the change of R to the inner weights instead.
+            # The commit after this group's contribution merges R into the inner weights by `merge_alpha`. Other commits
+            # replace the inner weights by R. But if this group has trained steps that it has not published, these steps
+            # would be lost, so the change of R is added to the inner weights instead.
             if before is not None:
                 self.outer.shift(units, before)
             else:
