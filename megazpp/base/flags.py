@@ -188,9 +188,10 @@ def spelling(config: Any, name: str) -> str:
 
 
 def in_use(config: Any, name: str, value: Any) -> str:
-    """Return the flag of a config's field with the value in use, for an error message.
+    """Return the flag of a config's field with `value`, the value in use, for an error message.
 
-    The text ends with "(derived, not set)" if the program has derived the value, and the field has another value.
+    If the field has another value, because the program has derived `value` from other flags, the text ends with
+    "(derived, not set)".
     """
     return f"{spelling(config, name)} {value}" + ("" if getattr(config, name) == value else " (derived, not set)")
 

@@ -111,7 +111,7 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
     Raises:
         ValueError: a variable is not a number, or the environment has a rank but no number of ranks.
     """
-    # torchrun's variables count for a single rank too; those of other launchers count only for several ranks.
+    # A job of a single rank counts as launched only with torchrun's variables, not with those of other launchers.
     if _TORCHRUN.rank in env and _TORCHRUN.size in env:
         return _read(_TORCHRUN, env)
     srun, pmi = _several(_SRUN, env), _several(_PMI, env)

@@ -519,7 +519,7 @@ def say_at_terminal(line: str) -> None:
 
 
 def times_fewer(sent_bytes: float, other_bytes: float) -> str:
-    """Return text such as "7.7 x fewer" that compares two numbers of sent bytes.
+    """Return text such as "7.7 x fewer", which says how many times fewer `sent_bytes` are than `other_bytes`.
 
     The text is "" if `sent_bytes` is 0, or if `other_bytes` is less than 5 % larger.
     """

@@ -132,7 +132,8 @@ class RunValues:
         self.saved_scale = float(scaler.get("scale", self.scaler.scale))
         if self._guard is not None and guard:
             self._guard.load_state_dict(guard)
-        # Only apex's optimizers store values in the groups. Others may have another number of groups than at the save.
+        # Only apex's optimizers store values in the groups. Other optimizers may have another number of groups than at
+        # the save, which is no error, so they are not compared here.
         if any(values["groups"]):
             for group, own in zip(self._optimizer.param_groups, values["groups"], strict=True):
                 group.update(own)
@@ -335,7 +336,7 @@ class Moments(StatePart):
         return targets
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Pass the loaded optimizer states to `Optimizer.load_state_dict`, which moves each tensor to the right device.
+        """Pass the loaded states to `Optimizer.load_state_dict`, which moves each tensor to its parameter's device.
 
         Returns:
             A list with a note, which gives the number of parameters whose moments begin at zero because another

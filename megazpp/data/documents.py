@@ -157,7 +157,7 @@ def check_readable(path: Path, keys: Sequence[str]) -> None:
 
 
 def missing_file(path: Path) -> str:
-    """Return the message for an input path that is not a file: a folder, a pattern without matches, or nothing."""
+    """Return the message for an input path that is no file: a folder, a pattern without matches, or a missing file."""
     if path.is_dir():
         return f"{path} is a folder: give its files, {path}/*"
     if "*" in path.name:  # the shell passes a pattern to the program unchanged if no file matches the pattern

@@ -58,7 +58,7 @@ class IndexedDatasetBuilder:
         self._unfinished_bin, self._unfinished_idx = (
             path.with_name(path.name + ".unfinished") for path in (self._bin_path, self._idx_path)
         )
-        self._lengths = array.array("i")  # a length takes 4 bytes, because there may be billions of sequences
+        self._lengths = array.array("i")  # 4 bytes per length, less than in a list: there may be billions of sequences
         self._document_indices = array.array("q", [0])
         self._file = _claim(self._unfinished_bin)
 

@@ -435,7 +435,7 @@ class HFTokenizer(Tokenizer):
         # The special tokens that it would add are now in `special_tokens`.
         backend.post_processor = None
         self._unknown = getattr(backend.model, "unk_token", None)
-        # True if each letter of a vocabulary entry stands for one byte
+        # True if each character of a vocabulary entry stands for one byte of text (byte-level BPE)
         self._has_bytes = "ByteLevel" in str(backend.decoder)
         self.identity = f"huggingface-{self._digest(split)}{self.special_tokens}"
 

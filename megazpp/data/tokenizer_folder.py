@@ -81,7 +81,7 @@ class TokenizerConfig(Config):
 
     @property
     def known_vocab_size(self) -> int | None:
-        """Number of tokens of the model's vocabulary that the flags give; None if only the tokenizer's files tell."""
+        """Size of the model's vocabulary according to the flags; None if only the tokenizer's files determine it."""
         return self.model_vocab_size or self.vocab_size
 
     @property
@@ -247,7 +247,7 @@ def import_package(name: str, user: str, installs: str = "'megazpp[huggingface]'
 
     Args:
         name: name of the package or module.
-        user: what needs the package, as the subject of the message: "it", "a Hugging Face tokenizer".
+        user: subject of the message, which says what needs the package, such as "a Hugging Face tokenizer".
         installs: argument of the `pip install` command that the message gives.
     Raises:
         ValueError: the package is not installed. The message has the command that installs it.

@@ -103,7 +103,7 @@ class OuterUnit(OuterRows):
         self.outer.copy_(self.fill_(self.rows)[self._axis.rank])
 
     def spread(self) -> None:
-        """Gather R, the common copy of the outer weights, from the owners of the outer weights; all ranks call this."""
+        """Gather R, the common outer weights, from the ranks that own the outer weights; all ranks call this."""
         self.wait()
         messages = self.common.messages
         assert messages is not None

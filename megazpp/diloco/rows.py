@@ -189,12 +189,12 @@ class WholeRows(OuterRows):
 
     @property
     def message_bytes(self) -> int:
-        """The bytes of the unit's messages in one contribution, the outer gradient that a group sends in a round."""
+        """The size in bytes of the G messages of this unit in one contribution (a group's packed outer gradient)."""
         return self._num_groups * self.gradients.message_bytes
 
     @property
     def snapshot_bytes(self) -> int:
-        """The bytes of the unit's R, outer weights and outer momentum, which a joining group fetches (`tensors`)."""
+        """The size in bytes of the unit's R, outer weights and outer momentum, which a joining group fetches."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def apply(self, messages: torch.Tensor, factors: Sequence[float], correction: torch.Tensor) -> None:

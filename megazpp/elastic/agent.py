@@ -395,9 +395,9 @@ class Agent:
             channel.close()
 
     def _serve(self, channel: Channel) -> None:
-        """Send a contribution or a snapshot to a rank of another group, as its request asks.
+        """Receive a request of a rank of another group, and answer with a message of a contribution or with a snapshot.
 
-        If this rank does not have the contribution, the connection closes without an answer.
+        If this rank does not have the message, the connection closes without an answer.
         """
         channel.set_timeout(FETCH_SECONDS)
         request = channel.receive()

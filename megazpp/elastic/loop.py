@@ -82,7 +82,8 @@ class ElasticLoop:
         # numbers of messages and of bytes that this rank has sent to other groups until the last synchronization
         self._counted = 0, 0
         self.version, self.id, self.merged = 0, NO_COMMIT, 0
-        # Names of the groups that were asked to save this version; None for the version of a loaded checkpoint
+        # Names of the groups that the commit of `version` has asked to save it; None for the version of a loaded
+        # checkpoint
         self._writers: list[str] | None = None
         self._cell: Cell | None = None  # rest of the leased cell: its steps that are not trained yet; None without one
         self._steps = 0  # number of steps that this group has trained since its last published contribution
@@ -163,7 +164,7 @@ class ElasticLoop:
         column, step, stop = self._cell
         self._cell = [column, step + 1, stop] if step + 1 < stop else None
         goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
-        self._last_step_at = time.monotonic()  # after the wait for samples in `_decide`, which is no time of a step
+        self._last_step_at = time.monotonic()  # after `_decide`, whose wait for samples is not part of a step
         # The result of an earlier contribution is merged `delay` steps after it, but before the next contribution.
         if self._published is not None and (self._steps >= self.outer.plan.delay or not goes_on):
             self._merge(progress, leaves=leaves)
@@ -350,7 +351,7 @@ class ElasticLoop:
         return self.merged == self._rules.iterations * self._rules.groups
 
     def _publish(self) -> None:
-        """Publish the contribution of this group's steps to the next outer step, and start the next interval."""
+        """Publish this group's contribution to the next outer step, and start the group's next interval."""
         agent, fragment = self._agent, self.version % len(self._tokens)
         tokens, agent.trains = float(self._tokens[fragment]), False
         agent.publish(self.outer.pack(tokens, self.version), tokens=tokens, steps=self._steps)
@@ -493,8 +494,8 @@ class ElasticLoop:
             return False
         self.version, self.id, self.merged = found
         # Take over the loss scale too: with the initial one, about the first 30 steps in fp16 would overflow. All ranks
-        # use the scale that rank 0 has fetched. Other ranks may have fetched another one, because the ranks of that
-        # group answer at different times, and they may have taken more steps by then.
+        # of this group use the scale that rank 0 has fetched. Other ranks may have fetched another scale, because the
+        # ranks of group `donor` answer at different times, and may take training steps in between.
         self._trainer.values.scaler.load_state_dict(self._axis.share_object(about["loss_scale"]))
         self._writers = []
         agent.tell(version=self.version, id=self.id)

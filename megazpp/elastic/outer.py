@@ -79,7 +79,7 @@ class WholeOuter:
 
     @property
     def most_bytes(self) -> int:
-        """The bytes of a snapshot of this outer state, which is the largest message between two groups."""
+        """The size in bytes of a snapshot of this outer state. Other data that two groups exchange is smaller."""
         return sum(unit.snapshot_bytes for unit in self.units)
 
     @torch.no_grad()

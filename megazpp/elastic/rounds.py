@@ -104,7 +104,8 @@ class Group:
     incarnation: str  # identifier of this start of the group's job
     status: str = "joining"  # "joining" (fetches the outer weights), "member" (takes part) or "out" (removed for good)
     why: str = "connection lost"  # reason why the group is out, or why the connection of one of its ranks ended
-    leases: list[Cell] = field(default_factory=list)  # the cells that the group trains
+    # cells that are leased to the group, without the steps that it has published in contributions
+    leases: list[Cell] = field(default_factory=list)
     granted: int = 0  # number of cells of samples that the coordinator has leased to the group so far
     cell: Cell | None = None  # the cell that was leased to the group last; None before the first lease
     # version of the group's outer weights at the time when it connected; None if they are not of this run
@@ -394,7 +395,7 @@ class Rounds:
     # ---- decisions of `tick` ----------------------------------------------------------------------------------------
 
     def _end_lost_groups(self, now: float) -> None:
-        """Remove groups from the run that have lost a rank, or take no steps for their samples."""
+        """Remove from the run each group that has lost a rank, or that takes no steps for its samples."""
         for name, group in self.groups.items():
             if group.status == "out":
                 continue
@@ -531,7 +532,7 @@ class Rounds:
         if self._quorum_at is None and (len(whole) >= self._quorum() or not missing):
             self._quorum_at = now
         due = [entry for entry in safe if (self.version - entry["base"]) % self.rules.fragments == 0]
-        due.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # order of the sum on all ranks
+        due.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # all ranks sum in this order
         held = [[entry for entry in due if self._holds(name, entry["cid"])] for name in sorted(self.live)]
         waits = missing or any(entries != due for entries in held)
         if waits and (self._quorum_at is None or now < self._quorum_at + self._grace()):

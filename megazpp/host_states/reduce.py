@@ -25,9 +25,9 @@ from megazpp.zero.wire import Codec
 class HostedReduce(SummingReduce):
     """The base class of reduce-scatters whose reduced gradients go to host memory (--optimizer-cpu-offload).
 
-    FSDP2 gets the host buffer of the unit's gradients as its output tensor, because FSDP2 would copy an output on the
-    device to the host itself. `post_backward` clears the `.grad` that FSDP2 then sets. In each reduction, either all
-    trained parameters of a unit must have gradients, or none.
+    FSDP2 gets the host buffer of the unit's gradients as its output tensor. With an output tensor on the device, FSDP2
+    would itself copy the gradients to the host. `post_backward` clears the `.grad` that FSDP2 then sets. In each
+    reduction, either all trained parameters of a unit must have gradients, or none.
     """
 
     unit: HostedUnit

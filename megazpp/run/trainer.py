@@ -191,7 +191,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
             tracker=tracker,
             stops=StopConditions(config.stop, began=worker.began),
             opened=opened,
-            profiler=Profiler(config.profiler, context),  # created before the model, to record its memory
+            profiler=Profiler(config.profiler, context),  # before the model, to record the model's allocations
             worker=worker,
         )
 
@@ -459,7 +459,8 @@ class Trainer:
             with user_errors():
                 start = self.checkpoints.load(checkpoint, run.plan.schedule)
         self.recorder.meter.token_offset = start.progress.token_offset
-        # A restarted job continues its earlier records even if it had stopped before its first checkpoint.
+        # A job that the launcher has restarted, or that was started again with --load, continues its earlier records.
+        # This also holds if it had stopped before its first checkpoint.
         restarted = run.worker.restarts > 0 or (run.config.checkpoint.load and not run.config.checkpoint.finetune)
         if start.progress.iteration > 0 or restarted:
             run.tracker.resume(start.progress)

@@ -61,7 +61,10 @@ class Console:
 
     @property
     def _out(self) -> TextIO:
-        """The stream to which lines are printed. Training replaces stdout, hence the stream is read at each use."""
+        """The stream to which lines are printed.
+
+        `sys.stdout` is read at each use, because `catching_signals` (loop.py) replaces it during the training.
+        """
         return self._given or sys.stdout
 
     def keep(self, path: Path) -> None:
@@ -214,9 +217,10 @@ class RunFolder:
             write_whole(file, f"{run_id}\n".encode())
 
     def forget_wandb_run_id(self) -> None:
-        """Rename the file with the ID of the wandb run to a numbered name, so that this run starts a new wandb run.
+        """Remove the ID of the wandb run from its file, so that this run starts a new wandb run.
 
-        A copied run folder needs this, because the original run may continue with the stored ID.
+        The ID is first copied to a file with a numbered name. A copied run folder needs this method, because the
+        original run may continue with the stored ID.
         """
         if (self.path / "wandb_run_id").exists():
             self.write("wandb_run_id", "")
@@ -239,5 +243,5 @@ class RunContext:
     folder: RunFolder | None = None
 
     def log(self, text: str, *, short: str | None = None) -> None:
-        """Print lines on rank 0. If the output is a terminal, print `short` instead (see `Console.log`)."""
+        """Print lines on rank 0. A terminal shows `short` instead, unless `short` is None (see `Console.log`)."""
         self.console.log(text, short=short)

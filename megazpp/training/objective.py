@@ -145,7 +145,7 @@ class StopRequested(Exception):  # noqa: N818, because it is no error
 
 @dataclass
 class Evaluator:
-    """An evaluation: calls return the mean loss over the first batches of a held-out dataset.
+    """An evaluation. A call of this object returns the mean loss over the first batches of a held-out dataset.
 
     Every call uses the same batches, so that the losses at different steps are comparable.
 
