@@ -134,8 +134,8 @@ class GPTDataset:
         if cache_path is None:
             self.indices = build()
         else:
-            # The cache key contains a hash of the lengths instead of the file's path, size and modification time, because
-            # a changed file may have the same path, size and time.
+            # The cache key contains a hash of the lengths, because a changed file may have the same path, size and
+            # modification time as before.
             key = cache_key(kind="gpt-2", lengths=hashlib.blake2b(lengths.tobytes()).hexdigest(), **facts)
             entry = cache_path / f"gpt-{key}"
             self.indices = Indices(*load_or_save_arrays(entry, build))

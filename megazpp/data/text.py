@@ -270,7 +270,7 @@ def _all_documents(paths: Sequence[Path], flag_name: str = _FLAG) -> Iterator[st
 def content_hash(paths: Sequence[Path]) -> list[str]:
     """Return for each file its format followed by a hash of its content, for cache keys.
 
-    A process reads a file once, unless the file's time of change or size differs at a later call.
+    A process reads a file once, and again only if the file's modification time or size differs at a later call.
     """
     states = [(path, path.stat()) for path in paths]
     return [kind_of(path) + _content_hash(path.resolve(), state.st_mtime_ns, state.st_size) for path, state in states]

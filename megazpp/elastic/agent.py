@@ -47,8 +47,8 @@ class Agent:
         hello: first message to the coordinator: name of the group, index of the rank, and the entries that
             `Rounds.connect` lists.
         most_bytes: largest number of bytes to accept from another group, which is the size of a snapshot.
-        snapshot: function that returns a snapshot of this rank's outer state for another group: a record (version, id
-            and number of merged steps), and the bytes of the state. The agent calls the function in a thread.
+        snapshot: function that returns a snapshot of this rank's outer state for another group: a record (version, id,
+            merged steps and loss scale), and the bytes of the state. The agent calls the function in a thread.
         stopped: function that returns True once this rank has caught a stop signal. The agent then gives up its first
             connection to the coordinator.
         say: function that prints a log line.

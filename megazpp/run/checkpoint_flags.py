@@ -109,7 +109,7 @@ def with_resumed_weight_delta(parsed: ParsedRun, record: CheckpointMetadata, fol
     """Return the command line of a resumed run with the checkpoint's format of weights for --zero-weight-delta auto.
 
     The format is the one in which the checkpoint's run sent weights between nodes. The command line is unchanged if
-    other flags set the format, if the checkpoint's run had no format to choose, or if that run sent lossless deltas and
+    other flags set the format, if the checkpoint's run has chosen no format, or if that run sent lossless deltas and
     this run computes in fp32.
 
     Args:

@@ -334,7 +334,7 @@ class Trainer:
         flags: values of flags that checkpoints record, by field name. A feature may add entries.
         attached: functions of the optional features that the run calls, one element per feature.
         checkpoints: writer and reader of the run's checkpoints.
-        step: optimizer step.
+        step: training step, which runs forward, backward and the optimizer's update for one global batch.
         step_recorder: recorder of timers and timelines of steps.
         recorder: recorder of metrics and evaluations.
 

@@ -173,8 +173,8 @@ class Evaluator:
         Afterwards the model is in training mode, and its next forward gathers its weights from the shards again.
 
         Args:
-            between_batches: function that is called before each global batch. It ends the evaluation by an exception,
-                StopRequested for example.
+            between_batches: function that is called before each global batch. To end the evaluation early, it raises an
+                exception such as StopRequested, which this method does not catch.
         """
 
         def steps() -> Iterator[Sequence[Any]]:
