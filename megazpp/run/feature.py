@@ -4,8 +4,8 @@ The core imports no optional feature. A feature is a folder whose feature.py def
 subclass of `Feature`. megazpp/features.py lists these folders. If a folder and its line in that list are removed, the
 rest of the program still works.
 
-The hooks of a feature.py import modules that need torch only when they run. So a program can check the flags of all
-features before it imports torch, which takes seconds, and an unused feature costs no import.
+A hook imports modules that need torch inside of its function, not at the top of feature.py. So a program can check the
+flags of all features before it imports torch, which takes seconds, and an unused feature costs no import.
 """
 
 from __future__ import annotations
