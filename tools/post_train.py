@@ -10,8 +10,8 @@ The checkpoint determines the model, the tokenizer and the precision. Flags for 
 for pretrain_gpt.py. Other flags have the names of TRL's options.
 
 Averages and normalizations cover all ranks. A sum of losses is divided by the number of tokens, pairs or completions of
-the whole optimizer step, and advantages are whitened over the whole rollout. In some places TRL instead averages over
-one process or one micro-batch.
+the whole optimizer step. PPO's advantages are whitened over all completions that were sampled together. In some places
+TRL instead averages over one process or one micro-batch.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 RENDER_SECONDS = 10.0  # limit of the CPU time for rendering one conversation
-KILL_SECONDS = 30.0  # limit of the CPU time of the process, if an expression of the template cannot be interrupted
+# CPU time of rendering after which the process is killed: Python cannot interrupt some expressions of a template after
+# RENDER_SECONDS
+KILL_SECONDS = 30.0
 MOST_CHARACTERS = 20_000_000  # limit of a rendered conversation's length; this many characters are millions of tokens
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -154,9 +156,9 @@ class ChatTemplate:
     def trains_end_of_turn(self) -> bool:
         """Return True if the assistant's words in a rendered conversation end with a token that can stop generation.
 
-        Any added token of the tokenizer, such as a special token, counts as such a token. If the words end otherwise, a
-        model that is trained on them only does not learn to end its turn. The result is also True if the template
-        refuses a short conversation of user and assistant, so that nothing is known.
+        Any added token of the tokenizer, such as a special token, counts as such a token. If the assistant's words end
+        with another token, a model that is trained on these words alone does not learn to end its turn. The result is
+        also True if the template refuses the test conversation `_PROBE`, because nothing is known about it then.
 
         Source: TRL 1.16, `is_chat_template_stop_token_trained`.
         """

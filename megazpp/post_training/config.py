@@ -26,7 +26,8 @@ PairLoss = Literal[
 TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RewardScale = Literal["group", "batch", "none"]
 ROLLOUTS = ("grpo", "ppo")  # objectives that train on sampled completions of the policy
-# Values of the argument `needs` of `flag`, which names the objectives with which a flag may be used
+# Values of the argument `needs` of `flag`: the objectives with which a flag may be used. DRAWN are the objectives that
+# train on sampled completions, REFERENCE those that may have a reference model, and CHOSEN_LOSS those with --loss-type.
 GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))
 REFERENCE, CHOSEN_LOSS = f"{DRAWN} dpo", f"{GRPO} dpo"
 # By objective: the allowed values of --loss-type, and the defaults of --loss-type, --beta and --lr
@@ -213,7 +214,7 @@ class PostTrainingConfig(Config):
 
     @property
     def draws(self) -> bool:
-        """True if the objective trains the policy on completions that the policy itself has sampled."""
+        """True for grpo and ppo, which train the policy on completions that the policy itself has sampled."""
         return self.objective in ROLLOUTS
 
     @property

@@ -101,7 +101,7 @@ class StepSums:
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def largest(self, name: str, value: torch.Tensor) -> None:
-        """Add the value of a micro-batch, a scalar, to the maximum with the name `name`."""
+        """Include the value of a micro-batch, a scalar, in the maximum with the name `name`."""
         value = value.detach().double()
         self._largest[name] = torch.maximum(self._largest[name], value) if name in self._largest else value
 
@@ -257,7 +257,8 @@ class PolicyLoss:
         # With one ratio per completion (GSPO), all tokens of a completion together count once in the metric clip_ratio
         counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         self._sums.add("clip_ratio", policy.clipped, counts)
-        # Log how far the log-probabilities of a generation and of a training forward with the same weights differ
+        # Log how much the log-probabilities at which tokens were sampled differ from those of a training forward with
+        # the same weights
         if batch.sampling_logps is not None:
             drawn_by = logps if batch.old_logps is None else batch.old_logps
             difference = ((drawn_by - batch.sampling_logps) * mask).abs()

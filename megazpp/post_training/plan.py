@@ -90,7 +90,8 @@ def plan_models(
     def asked_in(bits: int | None) -> Counter[Memory]:
         """Return the peak bytes during a forward of a frozen model, by kind of memory.
 
-        The model's matrices are packed in `bits` bits per value. None: they have the dtype in which the model computes.
+        The model's matrices are packed in `bits` bits per value. With None, they are stored in the dtype in which the
+        model computes.
         """
         step = make(prepare=_freeze, frozen_bits=bits, plan=whole)
         step.run_forward()
@@ -113,7 +114,7 @@ def plan_models(
     phases: Phases = {}
     if post.needs_reference or post.reward_load is not None:
         once = {kind: asked[kind] for kind in (Memory.ACTIVATIONS, Memory.UNPACKED)}
-        if streams:
+        if streams:  # a streamed matrix is unpacked in small pieces, which all use one small buffer
             once[Memory.UNPACKED] = 0
         # With adapters, the reference model is the policy's frozen base, and its forward unpacks packed weights
         if settings is not None and post.needs_reference:

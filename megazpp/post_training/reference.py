@@ -95,6 +95,10 @@ class SyncedModel(FrozenModel, StatePart):
 
     @contextlib.contextmanager
     def step(self, iteration: int) -> Iterator[None]:
+        """Return a context around a training step, at whose end the reference model may be updated.
+
+        This happens if `iteration`, the number of the step, is a multiple of `every`.
+        """
         yield
         if iteration % self._every == 0:
             self.take(self._alpha)
@@ -217,6 +221,7 @@ def cached_logps(
         ValueError: the cache cannot be read or written; raised on every rank.
     """
     files, total = place.files, dataset.num_pairs
+    # The number in `kind` is the version of the cached values: it changes when this program would compute others
     path = folder / cache_key(kind="reference log-probabilities 4", data=dataset.digest(), reference=reference)
 
     def find() -> torch.Tensor | None:
@@ -255,7 +260,7 @@ def _compute_logps(
     """
     dims, count, multiple = place.dims, dataset.num_pairs, row_multiple(place.device, place.dims)
     found, stride = torch.zeros(count, 2), micro_batch_size * dims.data_size
-    with dims.counter.paused():  # do not count these bytes: the log's traffic is that of training steps
+    with dims.counter.paused():  # the log reports the traffic of training steps only
         # Round the number of pairs up to whole micro-batches of all ranks, because all ranks must run equally many
         # forwards. The pairs beyond the end repeat the first pairs, and their results are dropped.
         for first in range(dims.data_rank * micro_batch_size, -(-count // stride) * stride, stride):

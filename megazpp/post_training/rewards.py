@@ -61,7 +61,7 @@ def load_reward_functions(config: RewardConfig) -> list[RewardFunction]:
 
 
 def digest_of_sources(functions: Iterable[RewardFunction]) -> str:
-    """Return a digest of the source files of reward functions, to compare it between ranks."""
+    """Return a digest of the source files of reward functions, by which ranks check that their files are equal."""
     digest = hashlib.sha256()
     for each in functions:
         with contextlib.suppress(TypeError):  # leaves out functions in C, which have no source file

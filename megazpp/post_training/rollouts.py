@@ -154,8 +154,8 @@ class PolicySampler:
         """Sample one completion for each prompt of one batch.
 
         Args:
-            prompts: token ids of each prompt.
-            uniform: random numbers of each completion, from `random_numbers`.
+            prompts: token ids of each of B prompts.
+            uniform: [B, T] random numbers from `random_numbers`, for completions of at most T tokens.
 
         Returns:
             the token ids of the completions with their log-probabilities, and the texts of the completions.
@@ -182,6 +182,8 @@ class PolicySampler:
             for row in rows:
                 row.finish()
             return drawn, [row.text for row in rows]
+        # Decode each prompt together with its completion, so that a space between them is kept. A token that ended the
+        # completion is not part of the text.
         texts = []
         for prompt, tokens, length in zip(prompts, drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True):
             last = length - (tokens[length - 1] in ends)
@@ -251,9 +253,9 @@ class RolloutLoader(StatePart):
     def __post_init__(self) -> None:
         self._dims, self._device = self.sampler.dims, self.sampler.sharding.device
         self._buffer: Buffer | None = None
-        self._used_up = True
-        self._metrics: dict[str, float] = {}
-        self._once: dict[str, float] = {}
+        self._used_up = True  # True if no further step needs the buffer, so that checkpoints leave it out
+        self._metrics: dict[str, float] = {}  # PPO's metrics of the completions in the buffer
+        self._once: dict[str, float] = {}  # metrics that only the next call of `metrics` returns
         model = ["reward_model"] if self.reward_model is not None else []
         self._reward_names = [*(function.name for function in self.sampler.functions), *model]
 
@@ -306,6 +308,8 @@ class RolloutLoader(StatePart):
 
     def accept(self, tensors: Mapping[str, torch.Tensor], iteration: int) -> list[str]:
         self._buffer, self._metrics = None, {}
+        # `parts` has the saved tensors by name and data rank. Below, `whole` has the rows of all data ranks together, and
+        # `order` has, for the number of each completion, its row in `whole`.
         parts: dict[str, dict[int, torch.Tensor]] = {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition(".")
@@ -384,6 +388,7 @@ class RolloutLoader(StatePart):
         if config.mask_truncated_completions and config.objective == "grpo":
             batch = batch._replace(loss_mask=batch.loss_mask * drawn.ended.unsqueeze(1))
         table = torch.zeros(self.global_batch_size * config.slices, rewards.shape[1] + 2, dtype=torch.float64)
+        # Each data rank fills its own rows of the table, which is 0 elsewhere. So the sum over data ranks has all rows.
         table[rows] = torch.cat((rewards, torch.stack((drawn.lengths, drawn.ended), dim=1).double()), dim=1)
         table, seconds = self.summed(table), time.perf_counter() - began
         if table[:, :-2].isnan().all():
@@ -413,10 +418,10 @@ class RolloutLoader(StatePart):
         return lay_out_rollouts(tokens, drawn, max_length=self.max_length, pad=self.sampler.tokenizer.eod or 0)
 
     def _looked_back(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return the batch with `old_logps`, `values` and `ref_logps`; those that the objective does not use stay None.
+        """Return the batch with `old_logps`, `values` and `ref_logps`. Fields that this run does not use stay None.
 
-        They are the log-probabilities and the value head's outputs of the policy that sampled the completions, and the
-        reference model's log-probabilities.
+        `old_logps` and `values` are the log-probabilities and the value head's outputs of the policy that sampled the
+        completions. `ref_logps` are the log-probabilities under the reference model.
         """
         ppo, passes = self.config.objective == "ppo", self.config.slices * self.config.passes
         known: dict[str, torch.Tensor] = {}

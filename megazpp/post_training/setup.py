@@ -58,8 +58,8 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
         the completed flags, the checkpoint, and the checkpoint's metadata.
     Raises:
         ValueError: --objective or --load is missing, there is no checkpoint, or flags contradict the checkpoint. Or the
-            run would resume a run with another objective, or train a reward model's checkpoint with another objective
-            than reward.
+            checkpoint to resume belongs to a run with another --objective, or --load names a reward model although
+            --objective is not reward.
     """
     given, problems = parsed.config.checkpoint, Problems()
     with problems:
@@ -183,13 +183,14 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     `check_inputs` in data/dataset.py does the same for pretraining.
 
     Args:
-        parsed: the completed flags.
+        parsed: the flags, completed by `find_start`.
         earlier: metadata of the checkpoint that training begins with.
     Raises:
         ValueError: a checkpoint, tokenizer, chat template, reward function or line of data is missing or unsuitable.
     """
     config, (post, form, rewards, lora, _), problems = parsed.config, post_configs(parsed), Problems()
     gives_reference = not parsed.origins["ref_load"].startswith(DEFAULT)  # True if the user has given --ref-load
+    # True if --ref-load names a checkpoint to check: of the reference model, or with --lora-r of the frozen base model
     asked = lora.lora_r is not None or post.needs_reference or gives_reference
     with problems:
         check_reward_functions(rewards)
@@ -272,7 +273,7 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
 
 
 def check_same_tokens(folder: CheckpointFolder, record: CheckpointMetadata, tokenizer: Tokenizer) -> Tokenizer | None:
-    """Compare the tokenizer of a reference or reward model's checkpoint with the policy's, and return it.
+    """Return the tokenizer in a reference or reward model's checkpoint, after a comparison with the policy's tokenizer.
 
     The result is None if the checkpoint has no tokenizer, so that nothing can be compared.
 
@@ -357,6 +358,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
                 f"{given}: {source.folder.name} was trained with the opposite of this flag, and a resumed run must "
                 "keep its reference model: give the same flag as at the first start of the run"
             )
+        # For adapters, name the folder in which their base weights are found: the recorded one, or one of --lora-base
         if bases := source.opener.find_bases(source.folder.path, earlier):
             free |= {"ref_load": str(bases[0].parent.resolve()), "ref_ckpt_step": iteration_of(bases[0])}
     if post.ref_load is not None:
@@ -370,6 +372,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
                 f"--ref-load {post.ref_load}: with --lora-r the reference is the base model without adapters, which "
                 "--load names; leave --ref-load out"
             )
+        # The iteration in `free` belongs to another folder. The default for the folder of --ref-load is the latest.
         free.pop("ref_ckpt_step")
     values: dict[str, Any] = {name: value for name, value in free.items() if name not in parsed.origins}
     origins = parsed.origins | dict.fromkeys(values, f"{DEFAULT} of {post.objective}")
@@ -390,7 +393,7 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
         values["moe_router_bias_update_rate"] = 0.0
 
     def filled(part: Any) -> Any:
-        """Return a copy of a config, in which each field that `values` names has the value from `values`."""
+        """Return a copy of a config. Each field with a key in `values` has the value from `values` in this copy."""
         names = {field.name for field in dataclasses.fields(part)}
         return dataclasses.replace(part, **{name: value for name, value in values.items() if name in names})
 
@@ -401,6 +404,6 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
 
 
 def reference_folder(post: PostTrainingConfig) -> CheckpointFolder:
-    """Return the folder of the reference model's checkpoints, from the completed flags."""
+    """Return the folder of the reference model's checkpoints, which `find_start` has set if the user has not."""
     assert post.ref_load is not None
     return CheckpointFolder(post.ref_load, "--ref-load")

@@ -183,6 +183,7 @@ class PostTraining:
         """
         spec = self.config.model_spec(self.tokenizer.vocab_size, self.plan.wire)
         headed = self.post.objective in ("reward", "ppo") if scalar_head is None else scalar_head
+        # Row lengths vary, because `shortened` in data.py cuts each micro-batch to its longest row
         return dataclasses.replace(spec, scalar_head=headed, varying_sizes=True)
 
     def _open_model(self) -> ShardedModel:
@@ -363,6 +364,7 @@ class PostTraining:
         """
         precision, weights = self.config.precision, self.weights
         source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, opener=self._opener)
+        # The bits are a part of the cache key, because packing may round the reference model's weights
         bits = self.lora.base_weight_bits or (
             at_rest(weights.weight_bits, precision.param_dtype)[0] if weights.packs else "its own"
         )
