@@ -192,6 +192,7 @@ def _inside(name: str, value: Any, rows: int, say: Callable[[str], None]) -> Any
     Returns:
         The entry's value without these ids; None if no id is left.
     """
+    # Negative ids count from the end: transformers passes pad_token_id to torch's Embedding, where -1 is the last row
     ids = value if isinstance(value, list) else [value]
     kept = [each for each in ids if each is None or -rows <= each < rows]
     if kept == ids:
@@ -228,7 +229,8 @@ def bring_in(model: Model, target: Path, given: TokenizerConfig, say: Callable[[
             what = missing if num_ids > model.rows else "all rows are used, as in transformers"
             say(f"note: the tokenizer has {num_ids} tokens, and the model's vocabulary has {model.rows} rows: {what}")
             tokenizer.fit(model.rows)
-        # Without transformers, a Megatron-LM model can be converted, but its tokenizer cannot be compared
+        # Do not compare the tokenizer of a Megatron-LM model with transformers' one. The comparison needs transformers,
+        # without which such a model can be converted.
         differences = () if model.padded else find_differences(tokenizer)
         for note in (special_tokens_note(tokenizer), *differences):
             if note is not None:

@@ -70,7 +70,7 @@ def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
     settings.only("is_causal", True)
     values = architecture.read(settings)
     tensors = split_gate_up(_open_files(folder, architecture, settings.values.get("transformers_weights")))
-    if architecture.predicts:
+    if architecture.predicts:  # leave out the layer after the last one, see `Relative.predicts`
         beyond = f"model.layers.{values['num_layers']}."
         tensors = {name: entry for name, entry in tensors.items() if not name.startswith(beyond)}
     scores = _SCORE in tensors  # True for a reward model, which has no output layer
@@ -103,13 +103,13 @@ def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
 
 
 def rounding_notes(model: Model, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return a line for the log if `from_pretrained` rounds weights of a model; () if it rounds none.
+    """Return a line for the log if transformers' `from_pretrained` rounds weights of a model; () if it rounds none.
 
-    transformers keeps the biases of experts in fp32.
+    The biases of experts do not count, because transformers keeps them in fp32.
 
     Args:
-        model: model that the folder holds.
-        dtype: dtype in the folder's config.json, which `from_pretrained` gives all weights.
+        model: model in a Hugging Face folder.
+        dtype: dtype in the folder's config.json, to which `from_pretrained` converts the weights.
     """
     beyond = {name: entry for name, entry in model.tensors.items() if torch.promote_types(entry.dtype, dtype) != dtype}
     rounded = [name for name in beyond if not name.endswith("expert_bias")]
@@ -328,6 +328,7 @@ def _open_files(folder: Path, architecture: Architecture, explicit: str | None) 
                 "a source that you trust"
             )
         tensors = open_tensors(folder / part, lambda name: not architecture.buffers.fullmatch(name))
+        # Add the family's prefix to names without it, see `Relative.prefix`
         found |= {name if name.startswith(known) else known[0] + name: entry for name, entry in tensors.items()}
     return found
 

@@ -392,7 +392,8 @@ def _global_names(path: Path) -> set[str]:
 
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            name = [name for name in archive.namelist() if name.endswith("/data.pkl")][0]  # noqa: RUF015 - IndexError
+            # Without such a file, [0] raises an IndexError, which `load_file` reports as a damaged file
+            name = [name for name in archive.namelist() if name.endswith("/data.pkl")][0]  # noqa: RUF015
             return names(io.BytesIO(archive.read(name)))
     with path.open("rb") as file:  # torch before 1.6 writes four pickles: magic number, version, machine, content
         return set().union(*(names(file) for _ in range(4)))

@@ -61,8 +61,9 @@ class Model(NamedTuple):
         tokenizer: flags that name the tokenizer's files on this machine; the flags' defaults if there are no files.
         progress: training progress of the model.
         padded: True if rows of the embedding matrix beyond the tokenizer's vocabulary are padding.
-        origin: Hugging Face folder with these weights; None for other formats, and if only the folder's family fuses
-            matrices, but not the family of an export.
+        origin: Hugging Face folder with these weights, which PEFT's files name as the base of adapters that are trained
+            on this model. None for models from other formats. None also if the folder's family fuses matrices, as phi3
+            does, and the family of an export does not: PEFT could not load the adapters on this folder.
         score_pad: padding token of a reward model, which scores a text at the last token that is not padding. None if
             it always scores the last token.
         notes: lines for the log about differences from the model in the original program.
@@ -315,6 +316,7 @@ def split_all(pieces: Mapping[str, ForeignTensors], ours: Mapping[str, Deferred]
         raise ValueError(f"the target format has no tensors that correspond to {', '.join(lost)} of this model")
     found = {}
     for name, piece in pieces.items():
+        # Compute the shapes of the parts from a meta tensor, without reading the values
         entry = ours[name]
         parts = piece.split(torch.empty(entry.shape, device="meta"))
         for index, (their_name, part) in enumerate(zip(piece.theirs, parts, strict=True)):

@@ -24,7 +24,8 @@ from megazpp.data.tokenizer_folder import (
 )
 
 _EOD = "<eod>"
-# Texts that SentencePiece's usual normalizations change, that begin with a space, and with letters without a piece
+# Texts to compare two tokenizers: one that SentencePiece's usual normalizations change, one that begins with a space,
+# and one with characters for which most models have no piece
 _UNUSUAL = ("a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc ", " a", "a\x01\N{SNOWMAN}\x02 b")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # character by which SentencePiece represents a space
 _NEVER = -1e6  # log probability of a piece that the tokenizer must never choose
@@ -92,6 +93,7 @@ def find_differences(tokenizer: Tokenizer) -> list[str]:
     """
     if not tokenizer.special_tokens.used and (note := special_tokens_note(tokenizer)):
         return [note]
+    # Compare the ids of a few unusual texts, and of each piece between two letters
     if isinstance(tokenizer, SentencePieceTokenizer):
         theirs, processor = open_folder(_written_files(tokenizer)), tokenizer.processor
         pieces = (processor.id_to_piece(i).replace(_SPACE, " ") for i in range(processor.get_piece_size()))

@@ -140,8 +140,8 @@ def _load(
 
     Args:
         parsed: the flags, completed from the checkpoint.
-        announced: cluster that the launcher has announced.
-        source: the checkpoint, and earlier checkpoints to load if it is damaged.
+        announced: nodes and ranks that the flags and the launcher's environment describe, from `announced_cluster`.
+        source: the checkpoint, and earlier checkpoints to load if this one is damaged.
         record: metadata of the checkpoint.
         spread: True to shard the model over all GPUs, see `run_on_checkpoint`.
         worker: this worker process.

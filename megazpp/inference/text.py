@@ -81,7 +81,8 @@ class Continuation:
         self._tokenizer, (self._ends, self._stop) = tokenizer, split_stops(tokenizer, stop)
         self._names = [name for name in tokenizer.special_ids if any(name in stop for stop in self._stop)]
         # Decode prompt and new tokens together, to keep a space between them. The first `_skip` characters of the
-        # decoded text are the prompt's.
+        # decoded text are the prompt's. If stop strings contain special tokens (`_names`), the tokens are also decoded
+        # with special tokens. The first `_whole_skip` characters of that text are the prompt's.
         self._tokens, self._skip = list(prompt), len(tokenizer.decode(prompt))
         self._whole_skip = len(tokenizer.decode_with_specials(self._tokens)) if self._names else 0
         self.text, self.over = "", False

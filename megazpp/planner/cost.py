@@ -175,6 +175,7 @@ CALIBRATIONS = {
         0,
     ),
 }
+# Calibration for a cluster file without `device.calibration`
 UNCHECKED = Calibration(ASSUMED_EFFICIENCY, "shares of the data sheet that agree with published runs on A100")
 
 
@@ -359,6 +360,7 @@ class AxisCost:
             microseconds = known[kind].microseconds
             return 1e-6 * (default[kind] if microseconds is None else microseconds)
 
+        # `hops` has the number of links of each kind between neighbors on the axis. A network link joins two domains.
         hops = layout.hops(axis)
         self._ring = sum(hops[kind] * latency(kind, RING_MICROSECONDS) for kind in hops)
         domains = hops.get("network", 0) + 1

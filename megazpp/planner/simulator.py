@@ -112,7 +112,7 @@ class Simulation:
 
     Attributes:
         compute: clock of the compute stream, which runs the model's kernels; on a CPU, clock of the process.
-        running: clock that kernels and collectives advance: `compute`, or inside a block of `on` its clock.
+        running: clock that kernels and collectives advance: `compute`, or in a context of `on` the clock that `on` got.
         busy: seconds of collectives since `begin_step` by axis, for the key "compute" the seconds of kernels, and for
             the key "host" the seconds of all launches.
     """
@@ -130,7 +130,7 @@ class Simulation:
         return self._clocks[-1]
 
     def begin_step(self) -> float:
-        """Set all clocks to the latest of their times, clear `busy`, and return this time in seconds.
+        """Set all clocks to the latest time of any clock, clear `busy`, and return this time in seconds.
 
         The clocks are not reset to 0, because a `SimulatedWork` of the previous step keeps its end time, for which this
         step may wait.
@@ -156,8 +156,8 @@ class Simulation:
         Args:
             seconds: duration of the kernel or collective.
             axis: axis of the collective; None for a kernel.
-            taken: seconds by which the kernel or collective delays the compute clock, if another clock is running: it
-                occupies some of the device's multiprocessors, or cores of a CPU.
+            taken: seconds by which the compute clock is delayed if another clock is running, because the kernel or
+                collective occupies some of a GPU's multiprocessors, or cores of a CPU.
         """
         clock, launch = self.running, self._costs.launch
         if launch:
@@ -419,8 +419,8 @@ class SimulatedUnit(Unit):
         secondary_bytes: bytes of hpZ's secondary partition; 0 without hpZ.
         partial_bytes: bytes of the partial sums that wait for qgZ's cross hop; 0 without qgZ.
         feedback_bytes: bytes of the error feedback; 0 without error feedback.
-        read: function that is called before each read of the shard for the hop across nodes. With states in host memory
-            it simulates the upload.
+        read: function that is called before each read of the shard for a gather. With hpZ and training states in host
+            memory, the function simulates the upload of the shard; otherwise it does nothing.
         updated: simulated time in seconds at which the last update of a shard in host memory ends.
     """
 
@@ -460,7 +460,7 @@ class SimulatedUnit(Unit):
         """
         if not self.size:
             return
-        dtypes = context.precision.param_dtype, context.precision.reduce_dtype
+        dtypes = context.precision.param_dtype, context.precision.reduce_dtype  # dtypes of gathers and of reductions
         self.shard, self.sum = (_empty(self.size, dtype=dtype) for dtype in dtypes)
         self.whole, self.gradients = (_empty(self.size * self.axis.size, dtype=dtype) for dtype in dtypes)
         self.gather, self.reduce = make_comms(self, context)
@@ -592,6 +592,7 @@ class SimulatedLosslessCodec(LosslessCodec):
 
     def __init__(self, size: int, *, share: float, costs: Costs, spend: Callable[[float], None]) -> None:
         super().__init__(size)
+        # Bytes for the delta in a message: the expected size and the margin ROOM, but at most 2 bytes per weight
         self._capacity, self._costs, self._spend = min(int(2 * size * share * (1 + ROOM)), 2 * size), costs, spend
 
     @property

@@ -57,7 +57,7 @@ MASTER_BYTES = 4  # bytes per element of master weights, sharded gradients and m
 # Most micro-batches that are simulated: the first, the last, and one that represents all micro-batches in between.
 SIMULATED_MICRO_BATCHES = 3
 NOTHING = Traffic(0, 0)
-HOP_AXES = ("cross", "local", "shard")  # names of the axes for the first fields of `CommContext`, in their order
+HOP_AXES = ("cross", "local", "shard")  # names of the axes that are the first three fields of `CommContext`, in order
 TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and sent bytes by (kind of link, axis, collective)
 
 
@@ -182,6 +182,8 @@ class StepSimulator:
                 "codec": functools.partial(SimulatedCodec, touch=self._touch),
                 "iterate": self._newton_schulz,
             }
+            # For dense matrices, and for those of experts: the layout, and the axis inside a node. A rank has complete
+            # experts, so the layout for experts has no tensor parallelism (tp=1).
             parts = (layout, self._axes[NODE]), (dataclasses.replace(layout.for_experts(), tp=1), experts[1])
             self.muon = JointOrthogonalizer([
                 Orthogonalizer(
@@ -264,8 +266,8 @@ class StepSimulator:
             self.ledger.free(kind)
         for units in self.fragments:
             sizes = [unit.rows.nbytes for unit in units]
-            # The outer gradient takes 8 reads or writes of the bytes of `rows`: write zeros (1), copy the weights (2),
-            # subtract them from R, the common copy (3), and scale the difference (2).
+            # The outer gradient takes 8 reads or writes of the bytes of each `unit.rows`: write zeros (1), copy the
+            # weights (2), subtract them from R, the common copy (3), and scale the difference (2).
             self._touch(8 * sum(sizes))
             send_fragment(units, axis, plan, torch.empty((), dtype=torch.float64, device=META))
             # The messages of all fragments count together, because at the end of a run all are in flight at once.
@@ -277,6 +279,7 @@ class StepSimulator:
                 # On a GPU the next unit's outer gradient is packed while this unit's messages are in flight.
                 self.ledger.pass_through(Memory.BUFFERS, max(size, crossing) if self._on_cpu else size + crossing)
             compute.wait_until(compute.now + hidden)
+            # The merge reads R and writes the weights (2). A mix of both (`merge_alpha`) also reads the weights (3).
             for unit in units:
                 unit.merge(plan.merge_alpha)
             self._touch((3 if plan.merge_alpha else 2) * sum(sizes))
@@ -415,7 +418,10 @@ class StepSimulator:
         return KernelSeries.of(seconds, self._costs.launch), traffic
 
     def _has_backward(self, segment: int) -> bool:
-        """Return True if backward computes this segment. Backward ends at the first segment with trained parameters."""
+        """Return True if backward computes the segment with this index; False for a negative index.
+
+        Backward runs from the head to the first segment with trained parameters. Earlier segments have no backward.
+        """
         return segment >= 0 and bool(self.trace.segments[BACKWARD, segment].operations)
 
     def _sum_over_data(self) -> None:
@@ -430,7 +436,7 @@ class StepSimulator:
         if self._axes["tp"].size > 1 and partial:
             flat = self._axes["tp"].all_reduce_(torch.empty(partial, device=META))
             self.ledger.pass_through(Memory.BUFFERS, flat.nbytes)
-            self._touch(4 * flat.nbytes)
+            self._touch(4 * flat.nbytes)  # copy the gradients into one buffer (2), and the sums back (2)
         # ---- simulate the all-reduces of the gradient norm, and the orthogonalization of Muon
         for name in ("tp", "shard"):
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
@@ -619,7 +625,7 @@ class StepSimulator:
             first: True for the first micro-batch of the step.
             last: True for the last micro-batch of the step.
         """
-        # ---- free the unit's gathered parameters; a unit without trained parameters has neither these nor gradients
+        # ---- free the unit's gathered parameters; a unit without trained parameters has no gathers and no gradients
         if unit.reduce is None:
             return
         stage = self._stage_of(unit)
@@ -720,6 +726,7 @@ class StepSimulator:
             self.ledger.add(Memory.OUTER_FEEDBACK, 0 if rows.errors is None else rows.errors.messages.nbytes)
 
     def _stage_of(self, unit: SimulatedUnit) -> int:
+        """Return the ZeRO stage of a unit, which depends on the number of ranks over which the unit is sharded."""
         return self._zero.stage_over(unit.axis.size)
 
     def _touch(self, touched_bytes: int) -> None:

@@ -193,8 +193,9 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     # only some recompute.
     most = 3 if inputs.prepare is not None else 2 if mixed or again is not None else 1
     shape = dataclasses.replace(config, num_layers=min(config.layers, most), recompute_num_layers=again, **alike)
-    keys = sum(keys_per_token(inputs.seq_length, span) for span in config.attention_span) / config.layers
     # ---- trace the embedding and the head, and then the layers
+    # `share` is the fraction of the S x S scores that attention computes: the mean over layers, which may have windows
+    keys = sum(keys_per_token(inputs.seq_length, span) for span in config.attention_span) / config.layers
     share = keys / inputs.seq_length
     # In a model with experts, two layers run before the traced head, because the routers' losses of the layers are
     # added up: with one layer, the trace would lack this addition.
@@ -259,6 +260,8 @@ def record_segments(
     tp, cp, ep = inputs.tp, inputs.cp, inputs.ep
     layout = plan_layout(Cluster(num_nodes=1, ranks_per_node=tp * cp), tp=tp, replicas=1, cp=cp)
     paper_axis = functools.partial(SimulatedAxis, layout, rank=0, counter=TrafficCounter())
+    # The expert-parallel axis is the tp axis of a separate layout. With `ep` equal to `tp`, experts use the tp axis of
+    # the run (`Layout.has_expert_axes`), so their collectives are recorded on "tp".
     of_experts = plan_layout(Cluster(num_nodes=1, ranks_per_node=ep), tp=ep, replicas=1)
     ep_cost = recorder.note if ep == tp else functools.partial(recorder.note, axis="ep")
     settings = LayerSettings(
@@ -454,6 +457,7 @@ class TraceRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {key: value for key, value in (kwargs or {}).items() if key != "out"}
         name, outputs, inputs = func.name().split(".")[0], _tensors(result), _tensors((args, given))
+        # `fresh` are the outputs in new storages, which take memory. Other outputs use the storage of an input.
         owned = {t.untyped_storage()._cdata for t in inputs}
         fresh = [t for t in outputs if t.untyped_storage()._cdata not in owned]
         for tensor in fresh:
@@ -461,7 +465,7 @@ class TraceRecorder(TorchDispatchMode):
         self._now.peak = max(self._now.peak, self._live - self._before)
         operation = None
         if name in MATRIX:
-            a, b = inputs[-2:]
+            a, b = inputs[-2:]  # the factors; addmm and baddbmm have the summand before them
             touched = _nbytes(inputs + outputs)
             count = math.prod(a.shape[:-2])
             operation = Operation("matrix", touched, a.shape[-2], b.shape[-1], a.shape[-1], count)

@@ -318,6 +318,8 @@ def _other_expert_sizes(
 def _searched(config: RunConfig, cluster: Cluster) -> list[RunConfig]:
     """Return the flags of a run with each sharding scheme that the search tries, and at the end the unchanged flags.
 
+    A scheme that equals the unchanged flags is left out.
+
     With local steps (DiLoCo) each replica group shards one copy of the model. The schemes then differ only if a group
     has several nodes, and HSDP is left out.
     """
@@ -326,6 +328,7 @@ def _searched(config: RunConfig, cluster: Cluster) -> list[RunConfig]:
     if diloco.asked:
         names = ("ZeRO-3", "--zeropp") if _has_wide_replica_groups(diloco, cluster) else ()
     named = schemes(config)
+    # Write the run's own ZeRO flags as the schemes write them: the stage by zero_stage alone
     zero = dataclasses.replace(config.zero, zero_stage=config.zero.stage, use_distributed_optimizer=False)
     others = [named[name].with_section(diloco) for name in names]
     return [*(run for run in others if (run.zero, run.parallel) != (zero, config.parallel)), config]

@@ -308,8 +308,8 @@ class RolloutLoader(StatePart):
 
     def accept(self, tensors: Mapping[str, torch.Tensor], iteration: int) -> list[str]:
         self._buffer, self._metrics = None, {}
-        # `parts` has the saved tensors by name and data rank. Below, `whole` has the rows of all data ranks together, and
-        # `order` has, for the number of each completion, its row in `whole`.
+        # `parts` has the saved tensors by name and data rank. Below, `whole` has the rows of all data ranks together.
+        # `order` has the row of each completion in `whole`, by the number of the completion.
         parts: dict[str, dict[int, torch.Tensor]] = {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition(".")
