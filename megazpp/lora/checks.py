@@ -104,10 +104,10 @@ def _check_mixture(config: GPTConfig, targets: Sequence[str]) -> None:
 
 
 def with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any] | None, where: str) -> LoraConfig:
-    """Complete LoRA's flags with the settings of the adapters that training continues with.
+    """Return LoRA's flags, completed with the settings of the adapters whose training is continued.
 
-    These are the adapters of a resumed run's checkpoint, or else those of --lora-load. If the run has neither, return
-    `lora` unchanged.
+    A resumed run continues the adapters in its checkpoint. Any other run continues the adapters of --lora-load, and
+    without this flag `lora` is returned unchanged.
 
     Args:
         lora: flags of LoRA.

@@ -256,6 +256,8 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
             them.
     """
     (model, plain, _), path = _open_adapter(folder, config), folder / CONFIG
+    # Collect what training does not support: several ranks or scales (`terms`), and changes to other tensors than those
+    # of the model's linear layers and scalar head (`others`)
     found, layers = model.peft_config["default"], _lora_layers(model)
     branches = [branch for branch in find_branches(config, (ALL_LINEAR,)) if branch.module in layers]
     terms = {(layer.r["default"], layer.scaling["default"]) for layer in layers.values()}
@@ -272,6 +274,8 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
             "tools/convert_checkpoint.py --adapter, and train the result"
         )
     (rank, scale), given = terms.pop(), read_json(path)["target_modules"]
+    # target_modules is a list of suffixes, or a text: all-linear or a pattern. If `asked` does not select the layers that
+    # PEFT has adapted, the targets are the full names of these layers.
     asked = (ALL_LINEAR,) if isinstance(given, str) else tuple(sorted(given))
     targets = asked if find_branches(config, asked) == branches else tuple(branch.module for branch in branches)
     state = import_package("peft", str(path)).get_peft_model_state_dict(model, save_embedding_layers=False)

@@ -90,10 +90,11 @@ def load_adapted(
     origin = record.flags.get(IMPORTED_FROM) or str(source.folder.path.resolve())
     settings = settings._replace(base=origin, checksum=checksum)
     shared = SharedGenerator(device, seed=spec.seed, data_rank=dims.dropout_rank)
-    # ---- add adapters, new ones or those of --lora-load
+    # ---- add new adapters, and give them the values of --lora-load if the flag is set
     add_adapters(model, settings, shared)
     built = fill(shard_built(model, spec, dims), spec, dims, device)
     saved = SafeReader(source.checkpoint)
+    # `begun` has the initial values of trained parameters by name: first a scalar head's, then those of --lora-load
     begun = {key.removeprefix(MODEL): saved.read_whole(key) for key in saved.tensors() if key.startswith(SCALAR_HEAD)}
     if lora.lora_load is not None:
         found, tensors = read_adapter(Path(lora.lora_load), spec.config)

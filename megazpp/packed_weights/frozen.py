@@ -6,7 +6,7 @@
 The L ranks of a node with the same tensor-parallel index share a unit, and each of them stores a message of M bytes. A
 frozen weight is a plain tensor that replaces the module's parameter. FSDP2, the optimizer, the gradient norm and
 checkpoints therefore do not include the weight, and it has neither an fp32 master copy nor moments. By default the
-message holds the compute dtype, so a forward is bit-identical to a forward with trained weights.
+message holds the weights in the compute dtype, so a forward is bit-identical to a forward with trained weights.
 
 For P weights, a rank stores 2 P / L bytes in 16 bits, 1.0312 P / L in 8 bits and 0.5625 P / L in 4 bits. For each use
 the rank sends L - 1 times as many bytes inside the node.
@@ -73,7 +73,7 @@ def freeze(
     Raises:
         ValueError: `load` returned another shape than the model has, or two units share a weight.
     """
-    # assign each weight to a unit, in `groups` as (modules of the unit, shapes of its weights by name)
+    # assign each weight to a unit; `groups` has for each unit its modules, and the shapes of its weights by name
     exact, stored = exact_parameters(model), at_rest(bits, dtype)
     slots, names = parameter_slots(model), {parameter: name for name, parameter in model.named_parameters()}
     titles = {module: name for name, module in model.named_modules()}
@@ -141,9 +141,10 @@ def frozen_bytes(
 
 
 def _packs(plan: MessagePlan, dtype: torch.dtype) -> bool:
-    """Return True if a unit's weights must be gathered or unpacked for a use.
+    """Return True if a unit's weights must be gathered or unpacked before its modules can compute with them.
 
-    False means that one rank stores the complete weights in the compute dtype, so modules use views of the message.
+    False means that this rank stores the complete weights in the compute dtype. Modules then compute with views of the
+    message.
     """
     return plan.num_parts > 1 or any(w.rows is not None and not w.rows.holds(dtype) for w in plan.weights)
 
@@ -252,7 +253,7 @@ class FrozenUnit:
         self.expects_backward = False
         # The forwards of this unit (values of `_forward`) whose backward is running; the weights must stay unpacked.
         self.in_backward: set[object] = set()
-        # An all-gather of the packed weights that was started ahead of the unit's next use; None if none is running.
+        # An all-gather of the packed weights that was started before `unpack` needs them; None if none is running.
         self._received: Work[torch.Tensor] | None = None
         self._modules: frozenset[nn.Module] = frozenset()  # the modules that use the unit's weights, set by `attach`
         self._to_run: set[nn.Module] = set()  # the modules of the unit that have not run yet in the current forward

@@ -140,6 +140,7 @@ class WeightReader:
         there = max(min(saved.size[0] - offsets[0], shape[0]), 0)
         if found[:there].numel():
             self._reader.read_box(MODEL + name, tuple(offsets), found[:there])
+            # A weight that is not split is equal on all tensor-parallel ranks, so only the first of them counts it
             if split is not None or self._tp.rank == 0:
                 self._sum += sum_of_bits(name, found[:there], offsets, saved.size)
         return found

@@ -87,14 +87,16 @@ class WeightPatches:
     ) -> None:
         self._folder, self._interval, self._dtype = folder, interval, dtype
         self._model, self._sharding, self._dims = model, sharding, dims
+        # Index of this rank's file in each step. Ranks that differ only on the axis `replicate` have the same index and
+        # equal shards, and `write` lets only the first of them write the file.
         self._file = dims.shard.rank * dims.tp.size + dims.tp.rank
         self._num_files = dims.shard.size * dims.tp.size
         # This rank's shards at the last `write`, in host memory. The next patch has their changes.
         self._last: dict[str, torch.Tensor] = {}
         # For each shard, the unsharded shape of its parameter and the index of the shard's first element.
         self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._step: int | None = None
-        self._chain = 0
+        self._step: int | None = None  # step of the last `write`; None before the first
+        self._chain = 0  # checksum `chain` of this rank's files so far, see the top of this file
         self._token_ids = token_ids(tokenizer)
         self._lock = lock
 

@@ -83,6 +83,8 @@ class PatchReader:
         if step is None:
             return None
         chain, weights, patches = _newest_chain(self._folder)
+        # Steps from which patches could lead to `step`: the step of this reader's weights if they belong to the newest
+        # chain, and then the steps with `weights` files, the newest first
         starts = [self.step] if self.step is not None and chain == self._chain else []
         starts += sorted(weights, reverse=True)
         start = next((a for a in starts if a <= step and all(n in patches for n in range(a + 1, step + 1))), None)

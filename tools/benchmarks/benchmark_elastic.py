@@ -148,6 +148,7 @@ class Site:
         """Assert that all groups had equal outer states at each version, and that no sample was merged twice."""
         said = "".join(path.read_text() for path in sorted(self.folder.glob("coordinator-*.txt")))
         assert "ERROR" not in said, said  # the coordinator prints ERROR if the outer states of two groups differ
+        # A cell is a range of steps in the table of samples: its column, first step, and step after the last one
         cells = [cell for commit in self.commits() for entry in commit["set"] for cell in entry["cells"]]
         steps = [(column, step) for column, first, stop in cells for step in range(first, stop)]
         assert len(steps) == len(set(steps))
