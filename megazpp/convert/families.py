@@ -361,6 +361,7 @@ RELATIVES = (
 )
 
 
+# Keys of `rope_parameters`. For frequencies scaled as in Llama 3, `_LLAMA3` has the only values that are supported.
 _LLAMA3 = {"low_freq_factor": LOW_TURNS, "high_freq_factor": HIGH_TURNS}
 _ORIGINAL = "original_max_position_embeddings"
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")

@@ -42,7 +42,7 @@ from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import TrainingProgress
 
-FILES = ("model_optim_rng.pt", "model_rng.pt")
+FILES = ("model_optim_rng.pt", "model_rng.pt")  # names that the file in a folder mp_rank_XX may have
 _TRUTHS = (  # boolean arguments of Megatron-LM that are fields of GPTConfig with the same name
     *("group_query_attention", "use_rotary_position_embeddings", "qk_layernorm", "apply_layernorm_1p", "swiglu"),
     *("squared_relu", "untie_embeddings_and_output_weights", "add_qkv_bias"),
@@ -83,6 +83,7 @@ _OTHER_NAMES = {
     "output_layer.weight": OUTPUT,
 }
 _FINAL_NORM = re.compile(r"(?:transformer|encoder|decoder)\.final_(?:layer)?norm\.(weight|bias)")
+# Ends of names in `GPTModel` of the tensors whose rows, or whose columns, Megatron-LM splits over tensor-parallel ranks
 _SPLIT_ROWS = ("qkv.weight", "qkv.bias", "fc1.weight", "fc1.bias", WORDS, OUTPUT)
 _SPLIT_COLUMNS = ("proj.weight", "fc2.weight")
 

@@ -20,6 +20,7 @@ from megazpp.model.gpt import GPTModel
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.tensor_parallel.parameters import model_state
 
+# Names of tensors of `GPTModel`: the embedding matrix, the output matrix, and the weight of a scalar head
 WORDS, OUTPUT, HEAD = "embedding.word.weight", "output.weight", "scalar_head.weight"
 
 

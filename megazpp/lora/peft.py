@@ -274,8 +274,8 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
             "tools/convert_checkpoint.py --adapter, and train the result"
         )
     (rank, scale), given = terms.pop(), read_json(path)["target_modules"]
-    # target_modules is a list of suffixes, or a text: all-linear or a pattern. If `asked` does not select the layers that
-    # PEFT has adapted, the targets are the full names of these layers.
+    # target_modules is a list of suffixes, or a text: all-linear or a pattern. If `asked` does not select the layers
+    # that PEFT has adapted, the targets are the full names of these layers.
     asked = (ALL_LINEAR,) if isinstance(given, str) else tuple(sorted(given))
     targets = asked if find_branches(config, asked) == branches else tuple(branch.module for branch in branches)
     state = import_package("peft", str(path)).get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -321,8 +321,9 @@ def with_adapter(model: Model, folder: Path) -> Model:
     pieces = {name: piece for name, piece in pieces.items() if name in ours}
     theirs = to_files(architecture, split_all(pieces, ours))
     # ---- apply the adapter: collect the weights that it replaces, and the LoRA layers, which are merged when read
-    # With tied embeddings the model has no lm_head.weight, so compare that tensor with the word embedding. A base
-    # weight in the adapter's files (`plain`) replaces the model's weight only if their values differ.
+    # With tied embeddings the model has no lm_head.weight. An lm_head.weight in the adapter's files is then compared
+    # with the word embedding. A base weight in these files (`plain`) replaces the model's weight only if their values
+    # differ.
     tied = {*pieces[WORDS].theirs} if config.tied else set()
     for name, tensor in (saved | plain).items():
         own = theirs.get(next(iter(tied)) if tied and name == "lm_head.weight" else name)

@@ -276,7 +276,8 @@ class StepSimulator:
                 received = unit.sent_bytes + axis.size * unit.common.crossing_bytes(keyframe=False)
                 # Besides the messages, buffers hold the mean outer gradient, and the mean times the learning rate.
                 crossing = received + 2 * unit.outer.nbytes
-                # On a GPU the next unit's outer gradient is packed while this unit's messages are in flight.
+                # On a GPU the next unit's outer gradient is packed while this unit's messages are in flight, so the
+                # buffers of both are in memory at once.
                 self.ledger.pass_through(Memory.BUFFERS, max(size, crossing) if self._on_cpu else size + crossing)
             compute.wait_until(compute.now + hidden)
             # The merge reads R and writes the weights (2). A mix of both (`merge_alpha`) also reads the weights (3).

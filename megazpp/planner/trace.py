@@ -177,7 +177,8 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     """
     # ---- make the configs of models with at most three layers, which represent all layers
     again = 1 if config.recompute_method == "block" else None  # "block" recomputes only the first traced layer
-    # Layers with and without a window or rotary embeddings have the same parameters, and count as alike here.
+    # Layers with and without a window or rotary embeddings have the same parameters, and count as alike here. Windows
+    # change only the work of attention, which is averaged over the layers (`share`, below).
     alike: dict[str, Any] = {"window_attn_skip_freq": None, "no_rope_freq": None}
     mixed = 0 < len(config.expert_layers) < config.layers
     if mixed and (again is not None or inputs.prepare is not None):

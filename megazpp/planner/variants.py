@@ -328,7 +328,7 @@ def _searched(config: RunConfig, cluster: Cluster) -> list[RunConfig]:
     if diloco.asked:
         names = ("ZeRO-3", "--zeropp") if _has_wide_replica_groups(diloco, cluster) else ()
     named = schemes(config)
-    # Write the run's own ZeRO flags as the schemes write them: the stage by zero_stage alone
+    # Write the run's own ZeRO flags as the schemes do, with the stage in zero_stage, so that equal flags compare equal
     zero = dataclasses.replace(config.zero, zero_stage=config.zero.stage, use_distributed_optimizer=False)
     others = [named[name].with_section(diloco) for name in names]
     return [*(run for run in others if (run.zero, run.parallel) != (zero, config.parallel)), config]

@@ -44,8 +44,8 @@ KILL_SECONDS = 30.0
 MOST_CHARACTERS = 20_000_000  # limit of a rendered conversation's length; this many characters are millions of tokens
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Pattern that occurs in the source of chat templates which handle messages whose content is a list of parts. For other
-# templates, `_joined` makes one string of the parts.
+# Pattern that occurs in the source of chat templates which handle messages whose content is a list of parts. Other
+# templates expect strings, so `_joined` makes one string of the parts for them.
 _READS_PARTS = re.compile(r"""\.type\b|\[\s*['"]type['"]\s*\]|\bis (not )?(string|iterable)\b""")
 # A conversation for finding out how a template ends the assistant's turn
 _PROBE = [{"role": role, "content": "dummy"} for role in ("user", "assistant", "user")]

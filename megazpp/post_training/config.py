@@ -1,8 +1,9 @@
 """Command-line flags of post-training, with TRL's names and TRL's defaults for each objective.
 
-A generation is the set of completions that all ranks sample at once, for one or several optimizer steps. Losses are
-averaged over all micro-batches and ranks of an optimizer step. PPO's advantages and rewards are whitened over all
-completions of a generation. TRL averages or whitens some of these over one process or one micro-batch only.
+A generation is the set of completions that all ranks sample at once, for one or several optimizer steps. The old policy
+is the policy with the weights that sampled a generation. Losses are averaged over all micro-batches and ranks of an
+optimizer step. PPO's advantages and rewards are whitened over all completions of a generation. TRL averages or whitens
+some of these over one process or one micro-batch only.
 tests/post_training/test_trl_defaults.py lists each default that differs from TRL's default, and the reason.
 """
 

@@ -42,8 +42,8 @@ Record = Mapping[str, Any]
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.uint8]
 # A text, the ranges (start, end) of its characters that are trained on, and True if the tokenizer adds special tokens
-# and the end-of-document token. The last is False for a text from a chat template, which has written its special tokens
-# itself (as in TRL 1.16).
+# and the end-of-document token. For a text from a chat template the third value is False, because the template has
+# written the special tokens itself (as in TRL 1.16).
 Text = tuple[str, list[tuple[int, int]], bool]
 # Columns that may hold conversations, or variables of their chat templates
 _CHAT = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents", "chat_template_kwargs")

@@ -221,7 +221,7 @@ def cached_logps(
         ValueError: the cache cannot be read or written; raised on every rank.
     """
     files, total = place.files, dataset.num_pairs
-    # The number in `kind` is the version of the cached values: it changes when this program would compute others
+    # The number in `kind` is a version: a change of this program that changes the computed values increases it
     path = folder / cache_key(kind="reference log-probabilities 4", data=dataset.digest(), reference=reference)
 
     def find() -> torch.Tensor | None:

@@ -37,9 +37,10 @@ class Run:
     def has_ended(self) -> bool:
         """True if summary.json has the results of the run's last start; False if a later start has logged rows since.
 
-        The last row of metrics.jsonl shows a later start in two cases. Its iteration is above the one in summary.json.
-        Or its iteration is below, although an earlier row has reached the one in summary.json: the run has gone back.
-        If no row has reached that iteration, the last rows were lost, for instance on a full disk.
+        A later start has logged rows in two cases. In the first, the last row of metrics.jsonl has a higher iteration
+        than summary.json. In the second, the last row has a lower iteration, although an earlier row has at least the
+        iteration of summary.json: the later start has gone back. If all rows have lower iterations, no later start is
+        assumed, because the last rows of the finished run were probably lost, for instance on a full disk.
         """
         end, iterations = number(self.summary.get("iteration"), 0), [row["iteration"] for row in self.rows]
         resumed = bool(iterations) and (iterations[-1] > end or iterations[-1] < end <= max(iterations))

@@ -51,7 +51,8 @@ POLL_SECONDS = 0.05
 # message has whole weights, and the next two have room for a change of every weight. Later messages have normal sizes.
 WARM_UP_STEPS = 4
 RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
-LOCAL, BASELINE = "local", "zero3"
+LOCAL, BASELINE = "local", "zero3"  # name of the rate without emulated links, and the variant for relative speeds
+# Flags of this program: sizes of the model; and everything that must be equal if a benchmark is resumed
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL, "flags")
 NO_OVERLAP, DILOCO = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"

@@ -52,6 +52,7 @@ TINY = (
 )
 # A model of 10.6M parameters, whose messages take long enough on a slow network to delay the groups measurably
 WIDE = "--num-layers 2 --hidden-size 512 --num-attention-heads 4 --vocab-size 8192"
+# Seconds between two checks of an awaited condition, the longest wait for it, and how long the coordinator is away
 POLL_SECONDS, LIMIT_SECONDS, OUTAGE_SECONDS = 0.05, 280.0, 3.0
 
 

@@ -203,7 +203,10 @@ class EmulatedCluster:
             holder.wait()
 
     def set_rate(self, rate: str) -> None:
-        """Change the limit of all uplinks in both directions. Jobs may be running meanwhile."""
+        """Change the rate limit of the link between each node and the bridge, for both directions of the link.
+
+        Jobs may be running meanwhile. `rate` has the format of `parse_rate`.
+        """
         bits = parse_rate(rate)
         for node in range(self.nodes):
             # A filter limits only what a device sends, so both ends of a veth pair get one.
