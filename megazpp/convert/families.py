@@ -336,6 +336,7 @@ def join_gate_up(tensors: Mapping[str, Deferred]) -> dict[str, Deferred]:
 
 
 def _below(first: Deferred, second: Deferred) -> torch.Tensor:
+    """Read two matrices, and return one matrix with the rows of `first` and then the rows of `second`."""
     return torch.cat((first.read(), second.read()))
 
 

@@ -200,7 +200,7 @@ def write_model(folder: Path, model: Model, *, token_ids: Mapping[str, Any]) -> 
 def class_name(model: Model) -> str:
     """Return the name of the class that transformers uses for a model, such as LlamaForCausalLM.
 
-    For a reward model, whose scalar head scores texts, it is the class for sequence classification.
+    For a reward model, whose scalar head scores texts, the result is the class for sequence classification.
 
     Raises:
         ValueError: no family can represent the model, or its family has no class for sequence classification.

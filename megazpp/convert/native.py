@@ -110,8 +110,8 @@ def open_tokenizer(
 ) -> Tokenizer | None:
     """Open the tokenizer for a checkpoint: the one that the user names, or else the checkpoint's.
 
-    The checkpoint's tokenizer comes from the files stored with it. If there are none, the flags of its run determine
-    the tokenizer, which may then be trained again.
+    The checkpoint's tokenizer is loaded from the files that are stored with the checkpoint. If there are none, the
+    tokenizer is built from the flags of the checkpoint's run: loaded from the file that they name, or trained again.
 
     Args:
         folder: folder of checkpoints.

@@ -56,6 +56,7 @@ def open_tensors(path: Path, used: Callable[[str], bool] = lambda name: True) ->
 
 
 def _open_pickled(path: Path, used: Callable[[str], bool]) -> dict[str, Deferred]:
+    """Open the tensors of one of torch's pickled files (.bin), with the arguments and errors of `open_tensors`."""
     try:
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         found = {name: held(tensor) for name, tensor in values.items() if used(name)}

@@ -74,14 +74,14 @@ def run_on_checkpoint(
 
     Args:
         parsed: the command line, from `parse_checkpoint_flags`.
-        work: function that uses the loaded model; all ranks call it. It raises UserErrors for mistakes of the user; any
-            other error ends the program with a traceback.
+        work: function that uses the loaded model; all ranks call it. For a mistake of the user, the function raises a
+            UserError, whose message the program prints. Any other error ends the program with a traceback.
         main: entry point of the program, which each worker process runs.
         check: function (config, extra, record) that raises a ValueError if flags contradict each other or do not suit
             the checkpoint. `extra` is the config of the program's own flags, and `record` the checkpoint's metadata.
         spread: True to shard the model over all GPUs, unless --nproc gives their number. False to use one GPU for each
             tensor-parallel rank, which keeps its complete part of the weights in the compute dtype. On a CPU, both
-            start one process for each tensor-parallel rank.
+            values start one process for each tensor-parallel rank.
     Returns:
         the exit status of the program.
     Raises:

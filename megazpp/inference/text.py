@@ -69,7 +69,7 @@ class Continuation:
     Args:
         tokenizer: tokenizer of the model.
         prompt: token ids of the prompt.
-        stop: strings that end the text. The text ends before the first of them that occurs. A stop string may contain
+        stop: strings that end the text. The text ends before the first stop string in it. A stop string may contain
             special tokens, which are left out of the text as well.
     Attributes:
         text: the part of the new tokens' text that further tokens cannot change. While the text grows, an incomplete
@@ -121,7 +121,8 @@ class Continuation:
 class Stream:
     """Printer of prompts and their continuations while they are generated.
 
-    One text is printed while it grows. The texts after it wait until it is complete, so the order is kept.
+    The first incomplete text is printed while it grows. Later texts are printed only after it is complete, so that
+    texts appear in the order of the prompts.
 
     Args:
         starts: beginnings of the texts.

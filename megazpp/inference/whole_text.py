@@ -17,9 +17,9 @@ PADDING = -1  # fills the last sample after the end of the text, in place of tok
 class WholeText:
     """A dataset of all token ids of a text in windows of S + 1 ids, so that each id is predicted exactly once.
 
-    An end-of-document token (eod), from which the first id is predicted, and the sequences of the text are
-    concatenated. Window k has the ids k * S to (k + 1) * S of this concatenation. So the last id of a window is also
-    the first input of the next window. The last window is filled with `PADDING`.
+    The sequences of the text are concatenated. An end-of-document token (eod) comes before them, so that the first id
+    of the text can be predicted. Window k has the ids k * S to (k + 1) * S of this concatenation. So the last id of a
+    window is also the first input of the next window. The last window is filled with `PADDING`.
 
     Args:
         sequences: sequences of token ids.

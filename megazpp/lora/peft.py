@@ -130,8 +130,8 @@ class Branch(NamedTuple):
 def default_targets(config: GPTConfig) -> tuple[str, ...]:
     """Return PEFT's default target modules for a model, which get adapters without --lora-target-modules.
 
-    They are q_proj and v_proj. If one module of transformers' model computes queries, keys and values together, it is
-    that module alone.
+    They are q_proj and v_proj. If one module of transformers' model computes queries, keys and values together, the
+    only default target is that module.
     """
     names = [branch.module.rpartition(".")[2] for branch in find_branches(config, (ALL_LINEAR,)) if branch.is_qkv]
     return ("q_proj", "v_proj") if "q_proj" in names else (names[0],)

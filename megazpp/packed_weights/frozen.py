@@ -11,9 +11,10 @@ message holds the weights in the compute dtype, so a forward is bit-identical to
 For P weights, a rank stores 2 P / L bytes in 16 bits, 1.0312 P / L in 8 bits and 0.5625 P / L in 4 bits. For each use
 the rank sends L - 1 times as many bytes inside the node.
 
-The backward uses a unit only if a gradient flows through the unit, so units below the first trained weight are not
-gathered again. Frozen weights never change. So the next unit can be gathered ahead of its use, while the current unit
-computes. The axis has its own process group and queue, so frozen units never wait for the collectives of training.
+The backward uses a unit only if a gradient flows through the unit. So units that a forward uses before the first
+trained weight are not gathered again. Frozen weights never change. So the next unit can be gathered ahead of its use,
+while the current unit computes. The axis has its own process group and queue, so frozen units never wait for the
+collectives of training.
 """
 
 from __future__ import annotations

@@ -431,6 +431,7 @@ class TraceRecorder(TorchDispatchMode):
         self._now, self._before = self.segments[key], self._live
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
+        """Count the gradient of a parameter in the current segment; autograd calls this hook after accumulating it."""
         self._now.gradients += parameter.nbytes
 
     def _leaving(self, index: int) -> Callable[..., None]:

@@ -134,8 +134,8 @@ class PreferenceDataset(EpochOrder):
     """Dataset of pairs of a preferred and a rejected answer. Its samples are [5, S + 1] int64, for `make_pair_batch`.
 
     The rows of a sample are the tokens and the loss mask of prompt and preferred answer, the same two rows with the
-    rejected answer, and a row that begins with the pair's number and margin. The arguments are those of
-    `SupervisedDataset` without `packing`. S is `max_length`.
+    rejected answer, and a row that begins with the pair's number and the bits of its fp32 margin. The arguments are
+    those of `SupervisedDataset` without `packing`. S is `max_length`.
 
     Attributes:
         num_pairs: number of pairs in the files.

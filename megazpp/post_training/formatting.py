@@ -12,11 +12,11 @@ This is one file of more than 300 lines, because all formats of lines share thei
 
 With the objective reward, a column `margin` may hold the number by which the preferred answer's score should be higher.
 
-A conversation is a list of messages, each with a role and a content. `messages` holds a conversation, `text` a string,
-and each of `prompt`, `completion`, `chosen` and `rejected` either of them. A chat template converts a conversation to
-text, and alone decides how this text ends. After `text`, and after an answer that is a string, the tokenizer's
-end-of-document token is added. Prompt and answer are tokenized as one text, and a token with characters of both belongs
-to the answer.
+A conversation is a list of messages, each with a role and a content. `messages` holds a conversation, and `text` a
+string. Each of `prompt`, `completion`, `chosen` and `rejected` holds a conversation or a string. A chat template
+converts a conversation to text, and alone decides how this text ends. After `text`, and after an answer that is a
+string, the tokenizer's end-of-document token is added. Prompt and answer are tokenized as one text, and a token with
+characters of both belongs to the answer.
 """
 
 from __future__ import annotations

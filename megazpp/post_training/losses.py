@@ -1,7 +1,7 @@
 """The losses of post-training, as functions of tensors.
 
-The functions do not communicate; only `whiten` sums over ranks, by a function that it gets. A loss is a number per
-token or per pair. objectives.py averages these numbers with counts of the whole global batch. (TRL uses counts of a
+The functions do not communicate. Only `whiten` sums over ranks, by its argument `sum_over_ranks`. A loss is a number
+per token or per pair. objectives.py averages these numbers with counts of the whole global batch. (TRL uses counts of a
 process or a micro-batch.) tests/post_training compares values and gradients with TRL: DPO, reward, GRPO and RLOO with
 1.16.0, PPO with 1.12.0.
 

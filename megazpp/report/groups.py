@@ -1,8 +1,10 @@
 """The report's section on the replica groups of an elastic DiLoCo run, from the coordinator's rounds.jsonl.
 
 Each row of the file describes a version of the outer weights. "groups" lists the contributions of groups that the
-version has merged. "sent_bytes" has an entry for each group that takes part in the run at this version. The report
-shows each group as a strip, which has the group's state at each version (`STATES`), and as a row of a table.
+version has merged. The number "late" of a contribution counts the outer steps of the same fragment that were committed
+between the version from which the group trained and the version that merged the contribution. A late contribution has
+a number above 0. "sent_bytes" has an entry for each group that takes part in the run at this version. The report shows
+each group as a strip, which has the group's state at each version (`STATES`), and as a row of a table.
 """
 
 from __future__ import annotations
@@ -48,11 +50,11 @@ def read_rounds(file: Path) -> list[Row]:
 def states(rows: Sequence[Row]) -> dict[str, list[str]]:
     """Return the states of each replica group of an elastic DiLoCo run, by the name of the group.
 
-    The states of a group are a list with one key of STATES for each version of the outer weights. Of the contributions
-    that are not late, those with as many steps as the version's longest contribution count as whole intervals. Shorter
-    ones count as called early: their group published them before the end of its interval, because other groups would
-    have waited for it. If a version has merged several contributions of a group, the least late one determines the
-    group's state.
+    The states of a group are a list with one key of STATES for each version of the outer weights. A contribution that
+    is not late counts as a whole interval ("whole") if it has as many steps as the version's longest contribution. With
+    fewer steps it counts as called early ("part"): its group published it before the end of the interval, because other
+    groups would have waited for the group. If a version has merged several contributions of a group, the least late one
+    determines the group's state.
     """
     names = sorted({name for row in rows for name in (*row["sent_bytes"], *(g["group"] for g in row["groups"]))})
     found: dict[str, list[str]] = {name: [] for name in names}
@@ -69,8 +71,9 @@ def states(rows: Sequence[Row]) -> dict[str, list[str]]:
 def groups_table(rows: Sequence[Row]) -> Table:
     """Return the report's table of an elastic DiLoCo run, with a row of totals for each replica group.
 
-    The totals are the group's merged contributions and their steps, the steps that were merged late, how often the
-    group went out of the run, the seconds for which its contributions waited for a commit, and the MB that it sent.
+    The totals are the number of the group's merged contributions and of their steps, the number of steps that were
+    merged late, how often the group went out of the run, the seconds for which its contributions waited for a commit,
+    and the MB that the group sent.
     """
     head = ["group", "versions", "steps", "of these late", "times out", "waiting, s", "MB sent"]
     table = [head]

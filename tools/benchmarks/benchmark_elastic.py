@@ -155,6 +155,12 @@ class Site:
         assert len(steps) == len(set(steps))
 
     def _start(self, command: Sequence[str], name: str) -> tuple[subprocess.Popen[bytes], Path]:
+        """Start a Python program; return its process, and the file that gets its output.
+
+        Args:
+            command: path of the program, and its flags.
+            name: name of the group, or "coordinator", with which the name of the file begins.
+        """
         output = self.folder / f"{name}-{next(self._numbers)}.txt"
         with output.open("wb") as out:
             self._processes.append(
