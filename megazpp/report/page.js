@@ -3,7 +3,10 @@
 // its width or the horizontal axis changes.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
+  // The number of colors in page.css. In pixels: the margins of a chart, and how far from the tip's position the end of a
+  // curve, or a point of a validation, may be for the tip to show its value.
   const COLOURS = 7, LEFT = 56, RIGHT = 14, TOP = 8, BOTTOM = 40, NEAR = 24;
+  // Horizontal axes, in the order of the first four columns of a segment. `unitFor` explains `units`.
   const AXES = [
     { label: "optimizer steps", units: [[1, "", 0], [1e3, "thousands", 1e5], [1e6, "millions", 1e7]] },
     { label: "tokens", units: [
