@@ -267,7 +267,9 @@ def _read_config(settings: Settings) -> dict[str, Any]:
 
 
 def our_tensors(model: Mapping[str, Any], where: str, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of one rank's file by their names in `GPTModel`. With SwiGLU, fc1 also has gate's rows.
+    """Return the tensors of one rank's file by their names in `GPTModel`.
+
+    With SwiGLU, the tensor fc1 in the result is as in the file: the rows of gate, and then the rows of up.
 
     Args:
         model: nested dictionaries of tensors from a Megatron-LM checkpoint. Transformer Engine's extra state is

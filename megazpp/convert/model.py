@@ -87,7 +87,7 @@ class Model(NamedTuple):
         return self.tensors[WORDS].dtype
 
     def first_rows(self, rows: int) -> Model:
-        """Return the model with only the first `rows` rows of its embedding and output matrix, without padding rows."""
+        """Return the model with only the first `rows` rows of its vocabulary matrices; the other rows are padding."""
         cut = {name: rows_of(self.tensors[name], 0, rows) for name in (WORDS, OUTPUT) if name in self.tensors}
         return self._replace(rows=rows, tensors={**self.tensors, **cut})
 

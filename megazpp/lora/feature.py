@@ -46,7 +46,7 @@ class Lora(Feature):
 
 
 def adapter_opener(sections: Sequence[Any]) -> AdapterOpener:
-    """Return an object that opens checkpoints with or without adapters for reading, and adds adapters to their base.
+    """Return an opener of checkpoints, which merges adapters into their base weights if a checkpoint has only adapters.
 
     Args:
         sections: configs of the program's features. If the program has the flag --lora-base, one of them has its value,

@@ -91,7 +91,7 @@ class Estimate(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if the run fits into the usable device memory, and its host states fit into a node's host memory."""
+        """True if the run fits into the usable device memory, and its training states on the host into host memory."""
         host = self.plan.layout.cluster.host
         return self.gigabytes <= self.usable_gigabytes and (host is None or self.host_gigabytes <= host.gigabytes)
 

@@ -45,8 +45,9 @@ def report_parts(
 ) -> Iterator[str]:
     """Return an iterator over the parts of the report of --plan, each a text of several lines.
 
-    No worker is started and no tensor is allocated. This function already estimates the user's run, so it raises the
-    errors of the flags. The iterator computes each part only when `print_report` takes the part from it.
+    No worker is started and no tensor is allocated. The function itself estimates the user's run, so errors of the
+    flags are raised before anything is printed. The iterator computes each part only when `print_report` takes the
+    part from it.
 
     Args:
         config: flags of the run.

@@ -406,7 +406,8 @@ class TraceRecorder(TorchDispatchMode):
         """Return a version of a function of tensors that is recorded like one fused kernel, as torch.compile makes it.
 
         Only the memory of the function's results is counted, because the kernel keeps all other values in registers.
-        The passes over memory are those of eager operations, with which the calibrations in cost.py were fitted.
+        The recorded passes over memory remain those of the separate operations of the function, because the
+        calibrations in cost.py were fitted with these.
         """
 
         @functools.wraps(function)
@@ -501,9 +502,10 @@ class TraceRecorder(TorchDispatchMode):
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        """Count the bytes of a storage as live until the storage is freed. Meta storages have a size too.
+        """Count the bytes of a storage as live until the storage is freed.
 
-        Storages inside a fused kernel are not counted.
+        A storage on the meta device has a size, although it takes no memory. Storages inside a fused kernel are not
+        counted.
         """
 
         def count(size: int) -> None:

@@ -100,7 +100,7 @@ def as_one_job(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]
 def schemes(config: RunConfig) -> dict[str, RunConfig]:
     """Return the flags of a run with each sharding scheme and without local steps (DiLoCo), by the scheme's name.
 
-    The schemes that compare formats of weights are left out if the run does not compute in 16 bits.
+    INT8 and LOSSLESS, which compare formats of weights, are left out if the run does not compute in 16 bits.
     """
     bits = 8 * config.precision.param_dtype.itemsize
     alone = config.with_section(DilocoConfig())

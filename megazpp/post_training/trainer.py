@@ -385,7 +385,9 @@ class PostTraining:
         gc.collect()  # frees the reference model, whose hooks create reference cycles
 
     def _show(self, iteration: int, completions: list[dict[str, Any]]) -> None:
-        """Write sampled completions to completions.jsonl of the run folder, and one per prompt to the log.
+        """Write sampled completions to completions.jsonl of the run folder.
+
+        In iterations that have a log line, also write one completion of each prompt to the log.
 
         Args:
             iteration: iteration of the training step that samples them.

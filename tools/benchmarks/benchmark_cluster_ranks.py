@@ -114,11 +114,12 @@ class VariantRun:
 def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker) -> None:
     """Build all variants, and then run the commands (variant, micro-batches) that rank 0 reads from the pipe, forever.
 
-    The name ESTIMATE instead of a variant measures links and devices as a run does at its start. Its answer is the
-    planner's estimate of the seconds per step, by variant.
+    A command with the name ESTIMATE in place of a variant measures links and devices as a run does at its start. The
+    answer to this command has the planner's estimate of the seconds per step, by variant.
 
-    The answer to a command has the entries "seconds" (per step, between two barriers), "loss" (of the last step),
-    "cross_bytes" (sent to other nodes, per node and step, by the program's counters) and "steps" (number of steps).
+    The answer to any other command has the entries "seconds" (per step, between two barriers), "loss" (of the last
+    step), "cross_bytes" (sent to other nodes, per node and step, by the program's counters) and "steps" (number of
+    steps).
     """
     # ---- build all variants
     multiply_in_fp32_()

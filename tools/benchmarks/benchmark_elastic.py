@@ -209,7 +209,7 @@ def measure_kills(out: Path) -> str:
 
 
 def measure_coordinator(out: Path) -> str:
-    """Kill the coordinator at several moments of an interval, and return how much intervals grew beyond the outage."""
+    """Kill the coordinator at several moments of an interval; return a line about how intervals exceed the outage."""
     stalls, flags = list[float](), f"{TINY} --global-batch-size 4 --nproc 1"
     with Site(out, flags, groups=2, steps=8) as run:
         groups = [run.start(name, step_seconds=0.2) for name in "ab"]
@@ -233,7 +233,7 @@ def measure_coordinator(out: Path) -> str:
 
 
 def measure_slow(out: Path) -> str:
-    """Return how much longer intervals are if one group trains slowly, and if one group has a slow uplink."""
+    """Return a line about how much longer intervals are if one group trains slowly, or sends its messages slowly."""
     step, steps, count, found = 0.2, 15, 16, dict[str, float]()
     flags = f"{TINY} --global-batch-size 6 --nproc 1 --diloco-grace 0.1"
     cases: dict[str, dict[str, Any]] = {
@@ -260,7 +260,7 @@ def measure_slow(out: Path) -> str:
 
 
 def measure_goodput(out: Path) -> str:
-    """Kill one of three groups every ten intervals, and return the remaining fraction of merged tokens per second."""
+    """Kill one of three groups every ten intervals; return a line about the remaining merged tokens per second."""
     every, kills = 10, 2
     with Site(out, f"{TINY} --global-batch-size 6 --nproc 1", groups=3, steps=10) as run:
         groups = {name: run.start(name, step_seconds=0.6) for name in "abc"}
@@ -283,7 +283,7 @@ def measure_goodput(out: Path) -> str:
 
 
 def measure_network(out: Path) -> str:
-    """Return the speed of two groups of two ranks on an emulated slow network, relative to the loopback."""
+    """Return a line about the speed of two groups of two ranks on a slow emulated network, relative to the loopback."""
     step, steps, count, slow = 1.0, 30, 3, out / "network is slow"
     # Each of a group's two ranks gets half of the rate of 100 Mbit/s.
     network = {"bits_per_second": 100e6 / 2, "round_trip_seconds": 0.1, "network_file": str(slow)}

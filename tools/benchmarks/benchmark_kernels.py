@@ -169,7 +169,18 @@ def weights_after_and_before_step(n: int, lr: float) -> tuple[torch.Tensor, torc
 
 
 def time_on(device: str, pieces: list[Piece], rounds: int, threads: int = 1) -> tuple[list[float], list[float]]:
-    """Return (median seconds of each function's later calls, seconds of each function's first call, which compiles)."""
+    """Call each function once, and then `rounds` more times, and time every call.
+
+    Args:
+        device: "cpu" or "cuda".
+        pieces: functions to call.
+        rounds: number of calls of each function after the first.
+        threads: number of CPU threads. On a CPU with one thread, the clock is the CPU time of the thread.
+
+    Returns:
+        for each function the median seconds of the calls after the first, and the seconds of the first call, which
+        compiles kernels on a GPU.
+    """
     clock = time.thread_time if threads == 1 else time.perf_counter
     seconds = [
         [gpu_seconds(piece.run) if device == "cuda" else host_seconds(piece.run, clock) for piece in pieces]
