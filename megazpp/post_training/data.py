@@ -103,7 +103,7 @@ class SupervisedDataset(EpochOrder):
 
     Args:
         examples: tokens and loss masks of all examples.
-        max_length: S, the largest number of tokens that are predicted in a sample.
+        max_length: S, the largest number of tokens in a sample, without padding.
         pad: token id that fills the rest of a sample.
         packing: True to put several examples into each sample.
         **order: `num_samples` and `seed` of `EpochOrder`.

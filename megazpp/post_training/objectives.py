@@ -133,6 +133,8 @@ class PreferenceLoss:
 
     def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Logps | None = None) -> None:
         self._config, self._dims, self._reference = config, dims, reference
+        # Set by `begin_step`: the number of pairs of the step on all data ranks, and for the loss sft the mean number
+        # of tokens of their preferred answers
         self._sums, self._pairs = StepSums(dims), 1.0
         self._mean_length: torch.Tensor | float = 1.0
 
@@ -152,6 +154,7 @@ class PreferenceLoss:
         return self._sums.means()
 
     def _forward(self, model: GPTModel, batch: PairBatch, head: TokenHead) -> TokenOutputs:
+        """Run the model's forward on all rows of a batch, and return the outputs of `head`."""
         counted = counted_tokens(model, batch.loss_mask)
         return model(batch.tokens, position_ids=batch.position_ids, counted=counted, head=head)
 
@@ -216,6 +219,8 @@ class PolicyLoss:
     ) -> None:
         self._config, self._dims, self._temperature = config, dims, temperature
         self._rollout_metrics, self._sums = rollout_metrics, StepSums(dims)
+        # Set by `begin_step`, over all data ranks: the numbers of the step's completions, of their trained tokens, and
+        # of the positions at which the value head is trained
         self._completions, self._tokens, self._values = (torch.tensor(1.0) for _ in range(3))
 
     def begin_step(self, batches: Sequence[RolloutBatch]) -> None:
