@@ -58,7 +58,7 @@ def convert(
     wanted = config.target or ("huggingface" if kind == "megazpp" else "megazpp")
     adapter, trained = None if config.adapter is None else Path(config.adapter).expanduser(), False
     opener = opener if isinstance(opener, AdapterConverter) else NO_ADAPTERS
-    if kind == "megazpp":
+    if kind == "megazpp":  # `trained` is True if the checkpoint has only the adapters that a LoRA run has trained
         folder = CheckpointFolder(source, "--input")
         trained = not opener.is_whole(find_weights(folder, config.ckpt_step, opener=opener)[1])
     # True for the one conversion from MegaZ++ to MegaZ++: to merge adapters into a checkpoint

@@ -55,7 +55,7 @@ def write_tokenizer_files(folder: Path, tokenizer: Tokenizer | None) -> dict[str
 def _written_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the content of the files that a Hugging Face folder with this tokenizer gets, by file name."""
     files = dict(tokenizer.files)
-    files.pop(CONFIG, None)
+    files.pop(CONFIG, None)  # `write_model` writes the model's config.json
     made: dict[str, Any] = {}
     if not files:
         made = {DEFINITION: _byte_level(tokenizer.vocab_size), DESCRIPTION: fast(_EOD) | _PLAIN}
@@ -136,6 +136,7 @@ def _unigram(processor: sentencepiece.SentencePieceProcessor, scores: Sequence[f
     tokenizers = import_package("tokenizers", "a tokenizer.json")
     count = processor.get_piece_size()
     special = [i for i in range(count) if processor.is_control(i) or processor.is_unknown(i)]
+    # Pieces that must never be chosen for characters of a text; pieces of bytes are for the model's byte fallback alone
     never = {*special, *(i for i in range(count) if processor.is_byte(i) or processor.is_unused(i))}
     pieces = [(processor.id_to_piece(i), _NEVER if i in never else scores[i]) for i in range(count)]
     known = {piece for i, (piece, _) in enumerate(pieces) if i not in never}

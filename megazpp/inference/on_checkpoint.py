@@ -115,6 +115,8 @@ def run_on_checkpoint(
                 "experts; leave it out"
             )
     place, launch = detect_rank_info(config.launch), config.launch
+    # Start one process for each tensor-parallel rank, unless a launcher or --nproc has set the number of processes, or
+    # the model is sharded over all GPUs
     if not (place.started or launch.nproc is not None or (spread and device_type() == "cuda")):
         place = detect_rank_info(dataclasses.replace(launch, nproc=config.parallel.tensor_model_parallel_size))
     with problems:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megazpp.zero.plan import WeightDelta
 
 # Vocabulary size, in tokens, that the choice of --zero-weight-delta auto assumes if the size becomes known only when
-# the tokenizer is opened. A lossless delta has the same size relative to int8 blocks for all weights, whatever their
-# number. So the assumed size hardly matters for the choice between the two formats.
+# the tokenizer is opened. The ratio of the size of a lossless delta to the size of the weights in int8 blocks does not
+# depend on the number of weights. So the assumed size hardly matters for the choice between the two formats.
 ASSUMED_VOCABULARY = 50304
 
 

@@ -291,6 +291,7 @@ def _side_by_side(estimator: Estimator, config: RunConfig) -> Iterator[str]:
             ]
         size = f"{estimate.gigabytes:.1f}" + ("" if estimate.fits else " (does not fit)")
         gather, label = estimate.plan.wire.gather, name
+        # Append the format that --zero-weight-delta auto has chosen for the row, to compare it with INT8 and LOSSLESS
         if INT8 in named and other.zero.chooses_weight_delta and gather is not None:
             label += " (auto: lossless)" if gather.differences else " (auto: int8)"
         rows.append((label, f"{estimate.node_cross_bytes / MEGA:.1f}", size, *times))

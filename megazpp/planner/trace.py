@@ -170,7 +170,7 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
 
     Args:
         config: config of the model.
-        inputs: sizes of batch and parallelism, and further inputs.
+        inputs: sizes of the batch and of the parallel axes, and the other fields of `TraceInputs`.
 
     Raises:
         ValueError: only some layers have experts, and layers differ in recomputation or in frozen parameters as well.
@@ -248,7 +248,7 @@ def record_segments(
 
     Args:
         shape: config of this model.
-        inputs: sizes of batch and parallelism, and further inputs of the trace.
+        inputs: sizes of the batch and of the parallel axes, and the other fields of `TraceInputs`.
         share: fraction of the S x S attention scores of a sample of S tokens that is computed, see `FusedAttention`.
         with_head: True to run the output layer and the loss; False to replace them by a sum of the hidden states.
 

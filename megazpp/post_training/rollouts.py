@@ -269,7 +269,7 @@ class RolloutLoader(StatePart):
         assert global_batch_size == self.global_batch_size, "batches of completions do not ramp up"
         config = self.config
         iteration = self.start[0] + (consumed_samples - self.start[1]) // global_batch_size
-        number, place = divmod(iteration, config.slices * config.passes)
+        number, place = divmod(iteration, config.slices * config.passes)  # of the generation, and of the step in it
         if self._buffer is None or int(self._buffer.number) != number:
             # `consumed_samples` counts a completion once for each pass over it
             first = max(0, consumed_samples - place * global_batch_size) // config.passes // config.group_size
