@@ -130,8 +130,8 @@ ASSUMED_EFFICIENCY = Efficiency(
     uplink=UPLINK_GIGABYTES,
 )
 # Fractions fitted to published training speeds, which tests/planner/test_published.py lists with the remaining errors.
-# The speeds are few, so a fitted fraction also absorbs effects that the cost model lacks, and a benchmark of memory,
-# matrix products or links alone would show another value. V100's "memory" includes passes over memory that DeepSpeed
+# The speeds are few, so a fitted fraction also absorbs effects that the cost model lacks. A benchmark of memory, matrix
+# products or links alone would therefore show another value. V100's "memory" includes passes over memory that DeepSpeed
 # makes and FSDP2 does not. The "matrix" of H100 of 500 W includes its lower clock rate, and time that torch.compile
 # would save.
 DGX2_EFFICIENCY = ASSUMED_EFFICIENCY._replace(memory=0.131, multiprocessors=80)

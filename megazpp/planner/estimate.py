@@ -437,7 +437,8 @@ def _of_node(table: TrafficTable, layout: Layout) -> int:
 
     On each axis rank 0 sends at least as many bytes as any other rank. So the bytes of rank 0 are multiplied by the
     number of the node's ranks that have a network link on the axis. In an all-to-all, every rank of the node sends to
-    other nodes, so the factor is the number of its ranks, times the fraction of the bytes that crosses the network.
+    other nodes. The factor is then the number of the node's ranks, times the fraction of the bytes that crosses the
+    network.
     Copies between device and host memory do not count.
     """
     cluster, sent = layout.cluster, Counter[tuple[str, bool]]()

@@ -133,9 +133,13 @@ class SupervisedDataset(EpochOrder):
 class PreferenceDataset(EpochOrder):
     """Dataset of pairs of a preferred and a rejected answer. Its samples are [5, S + 1] int64, for `make_pair_batch`.
 
-    The rows of a sample are the tokens and the loss mask of prompt and preferred answer, the same two rows with the
-    rejected answer, and a row that begins with the pair's number and the bits of its fp32 margin. The arguments are
-    those of `SupervisedDataset` without `packing`. S is `max_length`.
+    The rows of a sample are:
+
+        0, 1    tokens and loss mask of the prompt and the preferred answer
+        2, 3    tokens and loss mask of the prompt and the rejected answer
+        4       the number of the pair, the bits of its fp32 margin, and zeros
+
+    The arguments are those of `SupervisedDataset` without `packing`. S is `max_length`.
 
     Attributes:
         num_pairs: number of pairs in the files.

@@ -1,10 +1,11 @@
 """The report's section on the replica groups of an elastic DiLoCo run, from the coordinator's rounds.jsonl.
 
 Each row of the file describes a version of the outer weights. "groups" lists the contributions of groups that the
-version has merged. The number "late" of a contribution counts the outer steps of the same fragment that were committed
-between the version from which the group trained and the version that merged the contribution. A late contribution has
-a number above 0. "sent_bytes" has an entry for each group that takes part in the run at this version. The report shows
-each group as a strip, which has the group's state at each version (`STATES`), and as a row of a table.
+version has merged. A group trains a contribution from the weights of an earlier version. The number "late" counts the
+outer steps of the same fragment between that version and the version that has merged the contribution. If the number
+is above 0, the contribution is late. "sent_bytes" has an entry for each group that takes part in the run at this
+version. The report shows each group as a strip, which has the group's state at each version (`STATES`), and as a row
+of a table.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def states(rows: Sequence[Row]) -> dict[str, list[str]]:
 def groups_table(rows: Sequence[Row]) -> Table:
     """Return the report's table of an elastic DiLoCo run, with a row of totals for each replica group.
 
-    The totals are the number of the group's merged contributions and of their steps, the number of steps that were
-    merged late, how often the group went out of the run, the seconds for which its contributions waited for a commit,
-    and the MB that the group sent.
+    The totals are the numbers of the group's merged contributions, of their steps, and of the steps that were merged
+    late. Further columns are how often the group went out of the run, the seconds for which its contributions waited
+    for a commit, and the MB that the group sent.
     """
     head = ["group", "versions", "steps", "of these late", "times out", "waiting, s", "MB sent"]
     table = [head]
@@ -93,8 +94,8 @@ def groups_table(rows: Sequence[Row]) -> Table:
 def groups_line(rows: Sequence[Row]) -> str:
     """Return the report's sentence about an elastic DiLoCo run.
 
-    It states the number of versions, the merged tokens per second, the percentage of training steps whose contribution
-    was merged at least one version late, and the number of steps that were trained again.
+    It states the number of versions and the merged tokens per second. It also states the percentage of merged training
+    steps whose contribution was late, and the number of steps that were trained again.
     """
     groups = [group for row in rows for group in row["groups"]]
     steps, late = (sum(g["steps"] for g in groups if g["late"] >= least) for least in (0, 1))
