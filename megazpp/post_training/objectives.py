@@ -344,7 +344,7 @@ class ObjectiveEvaluator(Evaluator):
 
 
 def scores(model: GPTModel, batch: PairBatch | RolloutBatch, *, pad: int | None = None) -> torch.Tensor:
-    """Compute a reward model's [B] fp32 scores, one for each row of prompt and answer.
+    """Compute a reward model's [B] fp32 scores, one for each of B rows of prompt and answer.
 
     Args:
         model: model with a scalar head.
@@ -385,5 +385,8 @@ def last_places(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _value_mask(batch: RolloutBatch) -> torch.Tensor:
-    """Return the [B, S] mask of the positions at which the value head is trained; `loss_mask` for a batch of GRPO."""
+    """Return the mask of the positions at which the value head is trained: [B, S] for B rows of S tokens.
+
+    A batch of GRPO has no such mask, and the result is its `loss_mask`.
+    """
     return batch.loss_mask if batch.value_mask is None else batch.value_mask

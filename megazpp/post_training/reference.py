@@ -67,7 +67,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def scores(self, batch: Any) -> torch.Tensor:
-        """Compute a reward model's [B] fp32 scores, one for each row of a batch."""
+        """Compute a reward model's [B] fp32 scores, one for each of the B rows of a batch."""
         return scores(self._model, batch, pad=self._score_pad)
 
 

@@ -116,7 +116,7 @@ def judge(
 
 
 def total_rewards(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """Return the weighted sum of each completion's rewards.
+    """Return the weighted sum of the rewards of each of N completions.
 
     Args:
         rewards: [N, functions] rewards; NaN for no reward, which the sum leaves out.
@@ -135,7 +135,7 @@ def reward_metrics(
 
     Args:
         names: names of the reward functions.
-        rewards: [N, functions] rewards of all completions; NaN for no reward.
+        rewards: [N, functions] rewards of all N completions; NaN for no reward.
         total: [N] weighted sums of the rewards; NaN for a completion without any reward.
         group_size: number of completions of each prompt, which are in sequence.
     """
