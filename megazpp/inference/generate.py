@@ -82,7 +82,7 @@ def generate(
     """Continue each prompt by up to `config.sample_tokens` tokens. All ranks call this.
 
     Args:
-        model: the model.
+        model: model that continues the prompts.
         sharding: handle to the model's weights.
         dims: mesh axes of the job.
         prompts: token ids of each prompt, at least one per prompt.
@@ -177,7 +177,7 @@ def draw_completions(
     forward. Rows that have ended are removed from the batch once they are at least half of the batch.
 
     Args:
-        model: the model.
+        model: model that samples the completions, in evaluation mode.
         together: axis of the ranks that run equally many forwards; the axis's first rank samples for all of them.
         prompts: token ids of each prompt, at least one per prompt.
         config: sampling settings.
@@ -332,7 +332,7 @@ def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on
     longer than unpacking the weights.
 
     Args:
-        model: the model.
+        model: model whose keys and values are cached.
         length: number of tokens of a sequence.
         device: device of the model.
         on_host: True if keys and values are kept in host memory; then its free memory counts.

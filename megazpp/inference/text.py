@@ -168,7 +168,7 @@ def continue_texts(
     All ranks call this.
 
     Args:
-        model: the model.
+        model: model that continues the texts.
         sharding: handle to the model's weights.
         dims: mesh axes of the job.
         tokenizer: tokenizer of the model.

@@ -42,7 +42,7 @@ class FrozenModel:
     """A reference or reward model: it computes log-probabilities or scores without gradients.
 
     Args:
-        model: the model.
+        model: the reference or reward model; with `is_policy`, the trained policy with adapters.
         temperature: divisor of the logits for log-probabilities.
         is_policy: True if `model` is the trained policy, which is the reference model when its adapters are off.
         score_pad: id of the padding token, if a reward model scores the last token that is not padding; None if it
