@@ -83,7 +83,9 @@ def for_planning(config: RunConfig, asked_by: str) -> RunConfig:
 
 
 def as_one_job(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, Cluster]:
-    """Return the flags of an elastic DiLoCo run as one job, and the cluster of all of its jobs, for an estimate.
+    """Return the flags of one job that trains like all jobs of an elastic DiLoCo run together, and this job's cluster.
+
+    The planner estimates a single job, whose cluster has the nodes of all jobs of the run.
 
     Args:
         config: flags of one job of the run.
