@@ -575,7 +575,7 @@ def test_invalid_flags_are_rejected_before_workers_start(home):
 
 
 def test_reference_and_reward_model_with_other_tokens_of_the_same_number_are_rejected(home, monkeypatch):
-    other = SimpleNamespace(identity="other", vocab_size=257, decode=lambda ids: f"<{ids}>")
+    other = SimpleNamespace(identity="other", vocab_size=257, decode_with_specials=lambda ids: f"<{ids}>")
     monkeypatch.setattr(setup, "open_tokenizer", lambda *_: other)
     monkeypatch.setattr(setup, "find_frozen", lambda *_, **__: find_weights(CheckpointFolder(home / "base", ""), None))
     fixed = "--micro-batch-size 8 --train-iters 1 --nproc 1 --load base"
