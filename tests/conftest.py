@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
-# Images of Docker often set these two. Programs would write the parts of a line one by one, which mixes ranks' lines,
-# and both test processes would compile all tests in each run
+# Images of Docker often set these two variables. With the first one, programs would write the parts of a line one by
+# one, which mixes ranks' lines. With the second one, each test process would compile all tests in each run
 os.environ.pop("PYTHONUNBUFFERED", None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -34,7 +34,7 @@ settings.load_profile("no deadline")
 
 
 def has_gpu() -> bool:
-    """Return True if torch can use a GPU. Torch is only imported if NVIDIA's driver is installed."""
+    """Return True if torch can use a GPU. Import torch, which takes seconds, only if NVIDIA's driver is installed."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -52,7 +52,8 @@ if not has_gpu():
 def pytest_configure(config: pytest.Config) -> None:
     if LIMIT in os.environ:
         config.pluginmanager.register(FileSeconds(float(os.environ[LIMIT])))
-    if set(config.option.tx) == {"popen"}:  # this is the main process of pytest-xdist
+    # In the main process of pytest-xdist, let it start the test processes as forks of a process with torch
+    if set(config.option.tx) == {"popen"}:
         config.option.tx = [f"popen//python={forked_python()} {WORKER}"] * len(config.option.tx)
 
 

@@ -191,7 +191,10 @@ def test_training_saves_and_resumes_without_any_optional_feature(tmp_path):
 
 
 def test_own_modules_are_imported_at_the_top_of_a_file(library):
-    """Only feature.py files and blocks for type checkers may import later: flags are parsed before torch loads."""
+    """Two exceptions may import further below: `if TYPE_CHECKING` blocks, and functions in feature.py files.
+
+    The flags of features are parsed before torch is imported, so feature.py must not import torch at its top.
+    """
     for file in library:
         blocks = [x for x in file.nodes if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"]
         allowed = {node for block in blocks for node in block.body}

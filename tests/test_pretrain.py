@@ -92,7 +92,7 @@ def test_metrics_summary_and_log_agree_and_have_plausible_values(main_job):
         assert min(row["step_seconds"], row["grad_norm"], row["learning_rate"]) > 0
         # one gather and one reduce-scatter of a million fp32 parameters send more than this
         assert row["local_bytes"] > 1e6
-        # without tensor parallelism and without a second node, these two wires carry nothing
+        # without tensor parallelism and without a second node, the wires `tp` and `cross` carry nothing
         assert row["tp_bytes"] == row["cross_bytes"] == row["skipped"] == 0
         assert f" | tokens/s per rank: {row['tokens_per_second'] / 2:.1f} | " in main_job.output
     assert rows[0]["lm_loss"] == pytest.approx(7.62, abs=0.1)  # ln 2048, the loss of a uniform guess

@@ -57,7 +57,7 @@ class Runs:
 
 @pytest.mark.parametrize(
     ("kills", "diloco"), [(2, ""), nightly(1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
-)  # few kills, so that the test is short; 30 kills were tried once, and passed
+)  # few kills, so that the test is short
 def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, diloco):
     """Ranks are killed at the start, while loading, in steps and in saves.
 
@@ -132,7 +132,7 @@ def test_stop_signal_in_any_phase_saves_and_exits_with_0(tmp_path):
     for before, after, phase, signum, eval_iters in (
         (TORCHRUN, [], r"^ iteration +3/", signal.SIGTERM, "1"),
         ([], OURS, r"^saving checkpoint at iteration", signal.SIGUSR1, "1"),
-        # 5000 iterations of the evaluation would take minutes
+        # The evaluation would take minutes for its 5000 iterations, so the signal arrives during the evaluation
         ([], OURS, r"^ iteration +\d*[05]/", signal.SIGTERM, "5000"),
     ):
         program = start(*before, *runs.command, *flags, eval_iters, *after, folder=tmp_path)

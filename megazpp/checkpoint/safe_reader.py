@@ -246,8 +246,8 @@ class SafeReader:
             dtype: dtype of the chunk according to the index.
             sizes: shape of the chunk according to the index.
         Raises:
-            ValueError: the checkpoint has no readable chunk with this key, or the stored tensor is not contiguous, or
-                has another dtype or shape.
+            ValueError: the checkpoint has no readable chunk with this key. Or the stored tensor is not contiguous, or
+                its dtype or shape is not `dtype` or `sizes`.
         """
         if index not in self._pieces:
             try:

@@ -65,7 +65,8 @@ _KNOWN = (
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 # For reward models: PEFT's task type, the module names that PEFT uses for their heads, and the name of a head's weight
 _SCORES, _HEADS, _SCORE = "SEQ_CLS", ("classifier", "score"), "score.weight"
-# Matches the names of tensors of embeddings and output layers, one of whose sizes is the vocabulary size
+# Matches the names of tensors of embeddings and output layers, one of whose sizes is the vocabulary size. The factors
+# that the pattern excludes have the rank of the adapter and the hidden size as their sizes
 _WORDS = re.compile(r"\b(lm_head|embed_tokens|wte)\.(?!lora_A|lora_embedding_B)")
 # Matches the names of adapters on matrices that phi3 fuses. GPT-2's fused matrix has another name.
 _FUSED = re.compile(r"\.(qkv_proj|gate_up_proj)\.")

@@ -286,8 +286,9 @@ def _time_limit() -> Iterator[None]:
     The limit is needed because a chat template is a program from the tokenizer's author, which may loop for hours. Only
     the main thread can use the context, because Python handles signals in that thread only.
 
-    A single expression, such as a power of large numbers, may compute in C for hours, and Python raises the error only
-    afterwards. After `KILL_SECONDS` of CPU time, SIGPROF therefore ends the process, and the Python stack is printed.
+    A single expression, such as a power of large numbers, may compute in C for hours, and Python raises the
+    TimeoutError only after it. After `KILL_SECONDS` of CPU time, SIGPROF therefore prints the Python stack and ends the
+    process.
     """
 
     def stop(*_: object) -> None:

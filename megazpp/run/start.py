@@ -117,7 +117,8 @@ def facts_of(parsed: ParsedRun, record: CheckpointMetadata | None) -> dict[str, 
         parsed: command line of the run.
         record: metadata of the checkpoint that this rank would load; None without one.
     """
-    # Without a shared folder, a host may lack a checkpoint whose save was interrupted.
+    # If hosts have separate folders, an interrupted save may have completed the checkpoint on some hosts only. The
+    # name of the fact is part of the error, so it says what to do.
     name = "the checkpoint to load (copy it to all hosts, or move it away where it is found)"
     found = {name: "none" if record is None else "found"}
     # The paths of these folders may differ between hosts, so compare only whether each path is given. A rank without a

@@ -203,7 +203,7 @@ def _read(path: Path, start: int = 0) -> tuple[dict[str, torch.Tensor], dict[str
 
     Args:
         path: file to read.
-        start: checksum of the chain before this file, which the checksum of the tensors continues.
+        start: checksum of the chain before this file, which the returned checksum continues.
     Returns:
         The tensors by name, the metadata, and the checksum of the metadata `model` and of the tensors, as 8 hexadecimal
         digits.

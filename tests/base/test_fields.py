@@ -60,7 +60,7 @@ NOT_USED = dict(  # flags that no test uses, and the reason why a test is not ne
     table("""
 use_cpu_initialization | on a CPU, weights are initialized there anyway; the flag has an effect only on a GPU
 memory_snapshot_path | file name for --record-memory-history, which needs CUDA
-diloco_fragment_update_alpha | tested as merge_alpha of the function `local_steps` in test_diloco.py
+diloco_fragment_update_alpha | test_diloco.py sets it as fragment_update_alpha, an argument of its function `exact`
 zero_verify_interval | does not change a healthy run; test_verify.py and test_anomalies.py test the verification
 exit_on_missing_checkpoint | only raises an error, which test_load_source.py and test_pretrain.py test
 ref_checksum | written by the program; test_post_train.py changes the base model that it is the checksum of
@@ -138,9 +138,9 @@ def configs() -> Iterator[type]:
 
 
 def used_words() -> set[str]:
-    """Return the names and words that tests use, by which a flag counts as used. Tests of errors and help do not count.
+    """Return the keyword arguments, attributes and words in strings that tests contain.
 
-    They are keyword arguments, attributes, and words in strings.
+    A flag counts as used if its name is among them. Tests of errors and help do not count.
     """
     words: set[str] = set()
     for path in {*(ROOT / "tests").rglob("*.py")} - {Path(__file__), ROOT / "tests/test_docs.py"}:

@@ -117,7 +117,8 @@ def test_cached_indices_follow_the_lengths_and_not_path_size_and_time(tmp_path):
 def test_blend_takes_its_shares_and_builds_only_needed_samples(tmp_path):
     sources = sources_of(write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=50, first_id=50))
     dataset = split_of(tmp_path, sources, weights=(3.0, 1.0), num_samples=100)
-    # Source a needs 75 samples of 8 tokens: 10 epochs of 64 tokens give 79. Source b needs 25, and one epoch gives 99.
+    # Of 100 samples of 8 tokens, source a gets 75. It needs 10 epochs of its 64 tokens, which give 639 // 8 = 79
+    # samples. Source b gets 25 samples, and one epoch of its 800 tokens already gives 799 // 8 = 99.
     assert [len(part) for part in dataset.datasets] == [79, 99]
     assert sum(int(dataset[i][0]) < 4 for i in range(len(dataset))) == 75
     with pytest.raises(IndexError, match="sample 100 of a blended dataset is not one of its 100"):
@@ -128,7 +129,8 @@ def test_equal_split_is_built_once_and_another_one_separately(tmp_path):
     a, b = write(tmp_path / "a", documents=4), write(tmp_path / "b", documents=5)
     sources = sources_of(a, b, a)
     for bounds, how, built in (
-        # builds three files: the blend, and indices for a and b; a occurs twice with equal shares, and shares its set
+        # builds three files: the blend, and indices for a and for b; both occurrences of a have the same share, and use
+        # the same indices
         ((0.0, 1.0), {}, 3),
         ((0.0, 1.0), {}, 0),
         ((0.0, 1.0), {"seed": 2}, 2),

@@ -16,8 +16,8 @@ from helpers.disks import make_read_only, small_disk
 
 from megazpp.data.cache import build_once, cache_key, load_or_save_arrays
 
-# The program of a test process. It requests a cache entry (a folder of two files), builds it slowly if needed, and
-# appends its actions to the file `log`.
+# The program of a test process. It requests a cache entry, which is a folder of two files, and builds the entry slowly
+# if it does not exist. It appends the words "asks" and "builds" to the file `log`.
 RACER = """
 import sys, time
 from pathlib import Path

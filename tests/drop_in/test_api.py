@@ -160,10 +160,11 @@ def test_own_collectives_are_rejected():
 
 
 def use_settings_of_torch_2_15() -> None:
-    """Train with three settings that only FSDP2 of torch 2.15 has; set what they change inside of FSDP2.
+    """Imitate three settings that only FSDP2 of torch 2.15 has, by the changes that they make inside of FSDP2.
 
-    `param_dtype_override_fn` gives each parameter a policy. ZeRO++ refuses several values of `grad_dtype` in a unit. It
-    refuses reductions outside of a backward, where `set_manual_backward_finalization` leaves them to the program.
+    `param_dtype_override_fn` gives each parameter a policy of its own, which ZeRO++ uses. `grad_dtype` may differ
+    between the parameters of a unit, which ZeRO++ refuses. `set_manual_backward_finalization` lets the program reduce
+    gradients outside of a backward, which ZeRO++ refuses as well.
     """
     exact = config(zero_weight_bits=16, zero_gradient_bits=(16, 16))
     model = wrapped()

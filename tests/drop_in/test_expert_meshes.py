@@ -341,7 +341,11 @@ def states_of_units(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *(["spmd"] if len(RECIPES) > 1 else [])])
 def test_units_of_dtensors_on_all_mesh_dims_know_if_they_are_gathered(recipe):
-    """In the recipe "spmd" the gathered parameters are DTensors on the same mesh as the sharded ones."""
+    """Check `is_sharded` and `is_gathered` of units before and after `unshard` and `reshard`.
+
+    In the recipe "spmd" the gathered parameters are DTensors on the same mesh as the sharded ones, so types and meshes
+    do not tell whether a unit is gathered.
+    """
     ranks(RANKS).run(states_of_units, recipe)
 
 

@@ -400,7 +400,7 @@ def used_in_some_micro_batches_without_communication(mode: str) -> Run:
 def failing(module: nn.Module, *, backward: bool) -> Iterator[None]:
     """Raise ArithmeticError on every rank when a forward enters `module`, or when a backward leaves it.
 
-    The context ignores the exception.
+    The context suppresses the exception.
     """
 
     def fail(*_: Any) -> None:

@@ -159,9 +159,10 @@ def test_gradients_cross_nodes_once_per_step_if_they_accumulate():
         for case in ({}, {"accumulate": 3, "signal": "accumulate"}, {"accumulate": 3})
     )
     assert kept == once
-    # each message with gradients of the three units has 16 bytes more than one with weights
+    # A message with the gradients of a unit is 16 bytes longer than one with its weights, and there are three units.
+    # In `once` weights and gradients cross once per step; in `each` the weights cross once, and gradients three times.
     flags = STEPS * RANKS * 3 * 16
-    assert each == 2 * once + flags  # the weights cross once, and the gradients three times
+    assert each == 2 * once + flags
 
 
 @pytest.mark.slow

@@ -32,6 +32,9 @@ def test_wait_for_samples_is_no_time_of_a_step():
 
 
 @pytest.mark.parametrize(
+    # Groups that save the version that group a has merged last (None if it has merged none); True if the run is over;
+    # the coordinator's answers whether group a saves last, one after another (None while this is undecided); iterations
+    # of the saved checkpoints; and the expected decision of group a
     ("writers", "done", "answers", "saved", "must_save"),
     [
         (["b"], True, [None, True], [5], True),  # group b has died in the run's last save

@@ -608,7 +608,11 @@ def test_contribution_that_only_its_own_group_holds_is_not_committed():
 
 
 def test_time_to_the_quorum_is_negative_during_the_grace():
-    """A group with short steps is called within the grace, even if a step takes less time than half of the grace."""
+    """The coordinator reports the time to a quorum that has been reached as a negative number.
+
+    `ElasticLoop._is_called` lets a group publish early if one more step would end after half of the grace. The number
+    counts from the quorum, so this rule also holds for a group whose steps are shorter than half of the grace.
+    """
     world = world_with_contributions(3, publish=[0, 1])
     world.groups[2].steps = 1
     for index, rank in itertools.product((0, 1), (0, 1)):

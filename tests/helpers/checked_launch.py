@@ -28,7 +28,7 @@ def main(launcher: str, *words: str) -> None:
     ranks = next((int(options[name]) for name in RANKS if name in options), RANKS_OF_THE_BATCH_SCRIPT)
     config = parse_run_config(words[place + 1 :], Path.cwd(), features=FEATURES).config
     cluster = Cluster(num_nodes=nodes, ranks_per_node=ranks)
-    if nodes == 1:  # with one node, the run's own --emulate-nodes may split the machine into several nodes
+    if nodes == 1:  # the run's flag --emulate-nodes may split this node into several emulated nodes
         cluster = config.detect_cluster(ranks, {})
     plan = plan_run(config, cluster, device_type="cpu")
     print(f"{launcher}: {plan.layout.describe()}")

@@ -26,7 +26,7 @@ from megazpp.diloco.config import DilocoPlan
 class ReplicaGroups:
     """The models of DiLoCo's replica groups in one process; `after_step` averages their weights.
 
-    The caller trains the models, each with its own optimizer. The models have equal initial weights.
+    The test trains the models, each with its own optimizer. The models have equal initial weights.
 
     Args:
         models: one model per replica group.
@@ -49,7 +49,7 @@ class ReplicaGroups:
         self._merge_at: list[int | None] = [None for _ in fragments]
 
     def after_step(self, iteration: int, tokens: Sequence[float], *, last: bool = False) -> None:
-        """Merge and send the fragments whose time has come after the optimizer step of `iteration`.
+        """Merge and send the fragments that are due after the optimizer step of `iteration`.
 
         Args:
             iteration: number of the step, counted from 1.

@@ -271,7 +271,7 @@ class PeakBytes(TorchDispatchMode):
     storages again, which gives the exact bytes.
 
     Attributes:
-        peak: most bytes in use at once since a caller last set this attribute to 0.
+        peak: most bytes in use at once since this attribute was last set to 0.
         fullest: bytes of each storage when `peak` was reached, by the storage's `_cdata`.
     """
 

@@ -10,9 +10,10 @@ process group, and the fork is no descendant of the client.
         passes signals on to the child <-- server: sends the process ID of the child
         waits for the exit code        <-- server: waits in a thread for the child; kills the child if the client ends
 
-The test processes of pytest-xdist are forks as well, of a server that pytest's main process starts. Each of them leaves
-a fork of itself behind, before it imports pytest, as the server of the programs that its tests start. So all processes
-of a test run import torch once.
+The test processes of pytest-xdist are forks as well: tests/conftest.py gives pytest-xdist this command in place of
+Python, so they are forks of a server that pytest's main process starts. Before a test process runs any code of pytest,
+it forks once more. This second fork is the server for the programs that the tests of the test process start. So torch
+is imported only once in a test run.
 """
 
 import atexit
@@ -41,8 +42,9 @@ OTHERS_MODULES = (
     *("transformers", "transformers.models.auto.tokenization_auto", "sentencepiece"),
 )
 MODULES = ("pretrain_gpt", "megazpp.post_training.trainer", *OTHERS_MODULES, "wandb")
-PROGRAMS = "MEGAZPP_TEST_PYTHON"  # variable with the path of the command whose server a test process has forked
-WORKER = "--test-process"
+# Environment variable of a test process: path of the command whose server the test process has forked
+PROGRAMS = "MEGAZPP_TEST_PYTHON"
+WORKER = "--test-process"  # first argument of the command, by which pytest-xdist starts a test process
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 if sys.argv[1].startswith("-") and sys.argv[1] not in ("-m", "{worker}"):
@@ -70,7 +72,10 @@ _servers: list[subprocess.Popen] = []  # a server ends when this process closes 
 
 @functools.cache
 def forked_python(*modules: str) -> Path:
-    """Return the path of the command that forks. Its server starts at the first call and ends with the tests.
+    """Return the path of the command that forks. Its server ends with the tests.
+
+    The first call starts the server. In a test process of pytest-xdist, which has a server already, a call without
+    `modules` returns the command of that server.
 
     Args:
         modules: names of the modules that the server imports before it forks; by default those that programs of this
@@ -103,7 +108,8 @@ def make_client() -> tuple[Path, socket.socket]:
 def end_with_tests() -> None:
     """Wait until the tests have ended, then kill the process group of this server.
 
-    The pytest process holds the other end of standard input, so that the read returns when that process ends.
+    The process that has started this server holds the other end of the pipe that is the server's standard input. The
+    read therefore returns when that process ends.
     """
     os.read(0, 1)
     os.killpg(0, signal.SIGKILL)
@@ -177,7 +183,10 @@ def enter_namespaces(client: int) -> None:
 
 
 def fork_programs_server() -> None:
-    """Fork the server of the programs that the tests of this process will start; it ends with this process."""
+    """Fork the server of the programs that the tests of this process will start, and set PROGRAMS to its command.
+
+    The server ends with this process, which keeps the other end of the pipe that is the server's standard input.
+    """
     client, listener = make_client()
     os.environ[PROGRAMS] = str(client)
     ours, theirs = os.pipe()

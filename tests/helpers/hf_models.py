@@ -153,7 +153,7 @@ def write_llama_tokenizer(folder: Path, text: str, **config: Any) -> Path:
     """Write a small tokenizer.json like Llama 2's, trained on `text`, which adds <s> before each text; return `folder`.
 
     Args:
-        folder: output folder, created if needed.
+        folder: output folder, which is created if it does not exist.
         text: training text.
         config: entries of tokenizer_config.json in addition to bos_token and eos_token.
     """

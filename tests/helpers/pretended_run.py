@@ -42,8 +42,8 @@ class FakeDims:
 class FakeStep:
     """Stand-in for `TrainStep`: each call counts 100 sent bytes and reports the next of the given losses.
 
-    A NaN among the losses means a skipped step. Like `TrainStep`, a call reads the numbers of the previous step, if
-    nobody has read them before. Reading the numbers of step `bad` raises NotFiniteError.
+    A NaN among the losses means a skipped step. Like `TrainStep`, a call reads the numbers of the previous step, unless
+    the loop has already read them by `check` or `wait`. Reading the numbers of step `bad` raises NotFiniteError.
     """
 
     dims: Any

@@ -128,7 +128,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     from megazpp.parallel.worker import keep_freed_memory, share_gloo_device
 
     torch.set_num_threads(1)
-    torch._logging.set_logs(all=logging.ERROR)  # warnings of ranks would stand between the lines of pytest
+    torch._logging.set_logs(all=logging.ERROR)  # torch's warnings on ranks would be printed between pytest's lines
     share_gloo_device()
     keep_freed_memory()
     timeout, place = timedelta(seconds=180), {"rank": rank, "world_size": world_size}

@@ -173,7 +173,6 @@ def test_document_kernel_equals_the_mask_on_a_gpu(style, window):
 def bytes_of_documents(kernel: DocumentKernel | None, seq: int) -> int:
     """Return the peak memory in bytes of forward and backward for three rows of `seq` tokens, traced on meta tensors.
 
-
     Even on meta tensors, torch checks the arguments of the document kernel.
     """
     with torch.device("meta"):

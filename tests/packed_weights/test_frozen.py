@@ -229,8 +229,8 @@ class Adapted(nn.Module):
 def train_adapted(zero: ZeroConfig, freezes: bool) -> tuple[list[torch.Tensor], int]:
     """Train three steps of two micro-batches.
 
-    Return the trained weights, and the bytes that this rank sent between nodes.
-    `freezes` says whether the base is in frozen units, or in plain weights under FSDP2.
+    Return the trained weights, and the bytes that this rank sent between nodes. The base is in frozen units if
+    `freezes` is True, and in plain weights under FSDP2 otherwise.
     """
     dims = make_dims(2)
     torch.manual_seed(0)

@@ -83,7 +83,11 @@ def test_groups_are_refused_once_cuda_has_started_with_a_single_connection(monke
     ([(0, 1, 2, 3)], True, "world", []),
 ])  # fmt: skip
 def test_nccl_groups_are_split_in_one_call_if_possible(partition, bound, expected, calls, backend, monkeypatch):
-    """The test runs as rank 2 of 4. One rank alone gets no communicator, and all ranks reuse the default group."""
+    """The test runs as rank 2 of 4.
+
+    A group of one rank is a gloo group, so that NCCL makes no communicator for it. A group of all ranks is the default
+    group.
+    """
     called: list[Any] = []
 
     def split_group(*, split_ranks, timeout, pg_options, group_desc):

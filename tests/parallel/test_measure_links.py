@@ -23,7 +23,8 @@ def test_fit_recovers_latency_and_bandwidth():
     for num_ranks in (2, 3, 8):
         small, large = ((size, (num_ranks - 1) * (20e-6 + size / 3e9)) for size in (4096, 1 << 20))
         assert fit_link(num_ranks, small, large) == Link(pytest.approx(3.0), pytest.approx(20.0))
-    # noisy times: the large message takes less time than the small one, so a plain fit would be negative
+    # noisy times: the large message takes less time than the small one, so a straight line through both points would
+    # give a negative bandwidth
     noisy = fit_link(3, (0, 2e-3), (1 << 20, 1e-3))
     assert noisy == Link(pytest.approx(2 * (1 << 20) / 0.5e-3 / 1e9), pytest.approx(1000.0))
     assert fit_link(3, (4096, 1e-9), (1 << 20, 1e-3)).microseconds == 0.0, "not negative"
@@ -121,7 +122,8 @@ def test_device_has_the_speed_of_the_slowest_rank_and_is_equal_on_all_ranks():
     assert device.gigabytes_per_second == pytest.approx(2 * (32 << 20) / 2.0 / 1e9, rel=0.02)
     assert device.calibration == "measured"
     assert device.source == "measured: [128, 64] x [64, 256] products in float32, copies"
-    assert not device.is_cpu  # fp32 weights have no lossless deltas, so their encoding was not measured
+    # `is_cpu` is True if the speed of encoding lossless deltas was measured, which fp32 weights do not have
+    assert not device.is_cpu
     (device, _), *_ = ranks(4).run(measure_slow_copies, torch.bfloat16)
     assert device.is_cpu
     rate = pytest.approx(2 * (1 << 20) / 2.0 / 1e9, rel=0.02)

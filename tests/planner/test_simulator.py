@@ -59,7 +59,7 @@ def test_ledger_keeps_its_peak_by_kind():
 
 
 class TwoSeconds(Costs):
-    """Costs of 2 seconds for every collective; compute is delayed by a quarter of this time."""
+    """Costs of 2 seconds for every collective, which delays compute that runs beside it by a quarter of this time."""
 
     def beside(self, axis: str) -> float:
         return 0.25

@@ -41,9 +41,9 @@ def leaf(numbers: Any) -> torch.Tensor:
 
 
 def logps(case: Case, logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-    """Return the log-probabilities of the labels from stored logits: [B, S].
+    """Return the log-probabilities [B, S] of the S labels of each of B rows, from stored logits [B, S + 1, V].
 
-    This project's model computes them itself.
+    In training, the model's output layer computes log-probabilities, from hidden states.
     """
     labels = torch.tensor(case["tokens"])[:, 1:]
     return (logits[:, :-1] / temperature).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)

@@ -132,7 +132,8 @@ def test_dpo_begins_with_the_rewards_of_its_reference():
     assert [first[f"rewards/{x}"] for x in ("chosen", "rejected", "margins")] == pytest.approx([0.0] * 3, abs=1e-5)
 
 
-SHORTENED = ["dpo of experts", "dr_grpo", "ppo"]  # pairs, completions, and completions with values
+# one objective for each form of a batch: pairs, completions without values, and completions with values
+SHORTENED = ["dpo of experts", "dr_grpo", "ppo"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def test_only_a_run_that_saves_where_it_loads_continues_the_records(tmp_path):
         assert continued(record, **flags) == (found and Records(tmp_path / found, "w", False)), flags
 
 
-# each entry: change of the folders, checkpoints to resume from, and the records that are continued
+# Each entry: change of the folders, folder of checkpoints that the run loads from and saves to, and the expected fields
+# of `Records`: run folder (None if it is not found), wandb run (None for a new one), True if the checkpoints are a copy
 CHANGES: dict[str, Any] = {
     "copy": (lambda home: shutil.copytree(home / "a", home / "b"), "b/ck", ("b/run", None, True)),
     "copy-beside": (lambda home: shutil.copytree(home / "a" / "ck", home / "a" / "ck2"), "a/ck2", (None, None, True)),

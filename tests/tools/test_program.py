@@ -123,7 +123,7 @@ def test_ctrl_c_in_imports_or_in_c_code_ends_the_program_with_one_line(tmp_path,
 
 
 def test_worker_ends_on_ctrl_c_in_its_imports_though_the_launcher_has_blocked_it(tmp_path, monkeypatch):
-    """The launcher prints the line, so the worker ends without one."""
+    """The worker prints nothing about its end, because its launcher prints that the job was interrupted."""
     monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as the launcher does
     try:

@@ -51,8 +51,8 @@ def layouts(draw: st.DrawFn) -> Layout:
 def test_axis_groups_partition_ranks_and_differ_in_one_coordinate(layout):
     world = range(layout.cluster.world_size)
     place = {rank: {axis: layout.axis_ranks(axis, rank).index(rank) for axis in AXES} for rank in world}
-    # for each axis, other axes on which all ranks of a group have equal coordinates; so cross and replica
-    # peers are on one rail
+    # For each axis, the other axes on which all ranks of one of its groups have equal coordinates. So ranks that
+    # communicate over `cross` or `replicate` have equal indices in their nodes, and use the same rail of the network.
     others = {
         "tp": ("cp", "local", "cross", "replicate"),
         "cp": ("tp",),

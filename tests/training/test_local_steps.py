@@ -29,8 +29,8 @@ def train(
     """Train with DiLoCo; return a dict per step of this rank, and the error that ended the training.
 
     The error is "" if training ended normally. In step 2, rank `poisoned` gets a NaN gradient, and rank `signalled`
-    catches a signal. Either is None if no rank does. With `stops_early`, a signal moves the next
-    synchronization forward.
+    catches a signal. Either is None if no rank does. With `stops_early`, a signal moves the next synchronization
+    forward (`EarlyStop`), and the training ends there.
     """
     step, dims = build_step(case)
     guarded(step, case, folder, has_replica_groups=True)
@@ -125,7 +125,6 @@ def test_exit_interval_stops_without_communication():
 
 def check_memory() -> None:
     """Check the memory limit at its exact value, in bytes per element.
-
 
     An element needs 16 bytes for weights, gradients and moments, 4 for R (the outer weights as the group last saw
     them), 1 for error feedback, and 8 / 2 for the outer weights and the outer momentum, which two groups share.

@@ -205,7 +205,8 @@ def measure(args: argparse.Namespace, results: Results) -> None:
             if cluster is not None:
                 cluster.set_rate(rate)
             estimates = driver.step(ESTIMATE, args.micro_batches)
-            # Another variant begins each round, because the first one after the measurement of links can be slower
+            # Each round begins with another variant. ESTIMATE measures the links, and the variant that is measured
+            # right after it can be slower
             first = index % len(args.variants)
             for name in results.missing(rate, index, args.variants[first:] + args.variants[:first]):
                 before = cluster.uplink_bytes() if cluster else []

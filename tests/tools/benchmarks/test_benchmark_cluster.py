@@ -1,3 +1,5 @@
+"""Test benchmark_cluster.py: speedups, tables of estimates and measured steps, and the bytes of each variant."""
+
 import json
 from typing import Any
 

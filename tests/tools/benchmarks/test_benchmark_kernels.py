@@ -1,3 +1,5 @@
+"""Test how benchmark_kernels.py measures times on the host and on a GPU."""
+
 from unittest.mock import Mock
 
 import benchmark_kernels

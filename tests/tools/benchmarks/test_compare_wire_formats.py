@@ -1,3 +1,5 @@
+"""Test the table of compare_wire_formats.py, and the steps in which a run reaches the loss of another run."""
+
 import json
 from pathlib import Path
 from typing import Any

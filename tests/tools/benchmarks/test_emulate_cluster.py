@@ -103,7 +103,8 @@ SPLIT = "--context-parallel-size 4 --allow-cp-across-nodes"
 def test_interfaces_carry_the_bytes_that_a_run_prints(tmp_path, monkeypatch, flags):
     """Train 2 and 6 steps on two nodes, and compare the additional bytes of the interfaces and of summary.json.
 
-    The bytes of the start and of the end are equal in both runs. Headers of packets are less than 3 % of the others.
+    The bytes of the start and of the end are equal in both runs. The interfaces also carry headers of packets, which
+    are less than 3 % of the bytes.
     """
     monkeypatch.chdir(tmp_path)
     carried, printed = [], []
