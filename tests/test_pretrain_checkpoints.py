@@ -117,7 +117,7 @@ def test_complete_run_says_so_and_takes_its_shape_from_the_checkpoint(home, cont
     assert "note: --hidden-size 24 gives way to the checkpoint's 16\n" in run.output
     assert "training is complete: iteration 6 of 6\n" in run.output
     assert " validation loss at iteration 6 " in run.output
-    # A run that loads without --save is a fork, so its wandb run must be another
+    # a run that loads without --save is a fork, so it must have its own wandb run
     own, other = ({kept.run.run_id for kept in offline_runs(each.folder)} for each in (run, continued))
     assert own.isdisjoint(other)
 

@@ -80,7 +80,7 @@ def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, ki
 
 
 def test_restart_continues_in_the_run_folder_that_no_flag_names(tmp_path):
-    """With --save-to-run-dir alone, the name of the run folder contains the time of the first start."""
+    """Without --run-dir, the name of the run folder contains the time of the first start, so restarts must keep it."""
     flags = [*FLAGS, *OURS, "--save-to-run-dir", "--save-interval", "2", "--max-restarts", "1", "--train-iters", "12"]
     flags[0] = str(ROOT / flags[0])
     program = start(*flags, "--data-cache-path", "cache", folder=tmp_path, cwd=tmp_path)

@@ -51,7 +51,7 @@ class Machine:
 
     def start(self, command: str) -> None:
         words = command.replace("10.0.0.1", "10.88.0.1").replace("--node-rank 0", f"--node-rank {self.number}").split()
-        # a fork of the checkout's modules cannot run another checkout
+        # the server of `forked_python` has imported the modules of this checkout, so it cannot run another checkout
         python = str(forked_python()) if self.tree == ROOT else sys.executable
         shown = ("env", f"PYTHONPATH={self.tree}", python, str(self.tree / words[1]), *words[2:])
         first, *rest = self._entrance

@@ -33,7 +33,7 @@ def host(home: Path, *, swapped: bool = False) -> str:
 def open_attempt(case: Case, home: Path, *, swapped: bool = False, **flags) -> Attempt:
     folder = host(home, swapped=swapped)
     attempt = Attempt(case, save=folder, load=folder, **{"save_interval": 2} | flags)
-    # in a real run only rank 0 knows the run folder, so the records of ranks differ
+    # in a real run only rank 0 knows the run folder, so the ranks would write different contents of run.json
     own = dataclasses.replace(attempt.checkpoints._record, run_dir=f"run {dist.get_rank()}")
     attempt.checkpoints._record = own
     return attempt

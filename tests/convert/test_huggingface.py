@@ -270,7 +270,7 @@ def test_index_that_names_a_file_outside_its_folder_is_rejected(tmp_path):
 
 
 def marked_files(folder: Path) -> dict[str, float]:
-    """Write all files that transformers may read weights from, each with another value in the final norm.
+    """Write all files that transformers may read weights from, each with a different value in the final norm.
 
     Return that value by file name, so that a test sees which file was read.
     """

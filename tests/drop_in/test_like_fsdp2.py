@@ -287,7 +287,8 @@ def shards_kept_gathered_after_backward(mode: str) -> Run:
 @scenario
 def gathers_started_before_the_forward(mode: str) -> Run:
     run = Run(mode)
-    if run.handle is not None:  # the forward then begins before the communication thread starts the first gather
+    if run.handle is not None:
+        # Delay the thread of cross hops, so that the forward begins before this thread starts the first gather
         run.handle._watched[0]._cross_queue.submit(functools.partial(time.sleep, 0.1))
     for step in range(3):
         for block in run.model.blocks:

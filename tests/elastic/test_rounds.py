@@ -91,7 +91,19 @@ class Group:
 
 
 class World:
-    """A coordinator of elastic DiLoCo and its groups, whose events a test chooses."""
+    """A coordinator of elastic DiLoCo and its groups, whose events a test chooses.
+
+    Attributes:
+        rules: rules of the run.
+        now: time in seconds, which only `wait` advances.
+        journal: records that the coordinator has written, from which a new coordinator continues.
+        rounds: the coordinator's state.
+        groups: running groups by index.
+        saved: (version, its id) of the last checkpoint, with which a new group starts.
+        ids: id of each version.
+        rows: rows of rounds.jsonl that the coordinator has written, one for each version.
+        lines: log lines of the coordinator.
+    """
 
     def __init__(self, rules: Rules = RULES) -> None:
         self.rules = rules

@@ -154,7 +154,7 @@ def test_reflected_frame_is_refused():
 
 def test_rank_that_does_not_read_delays_no_one_and_gets_the_newest_state(tmp_path, monkeypatch):
     state, numbers = Rounds.state, itertools.count()
-    filler = "x" * 8_000_000  # more than the kernel keeps for a connection
+    filler = "x" * 8_000_000  # more bytes than the kernel buffers for a connection
 
     def numbered(*args, **known):
         return state(*args, **known) | {"number": next(numbers), "filler": filler}
@@ -222,7 +222,7 @@ def test_listener_survives_a_lack_of_open_files(listener):
     server = listener._server
     full = mock.Mock(accept=mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")), fileno=server.fileno)
     listener._server = full
-    assert answers(listener)  # by the call of `accept` that had begun before
+    assert answers(listener)  # the listener was already waiting in `accept` of the real server
     deadline = time.monotonic() + 5
     while not full.accept.called and time.monotonic() < deadline:
         time.sleep(0.01)

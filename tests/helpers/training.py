@@ -81,7 +81,20 @@ def packed_documents(vocab_size: int, seq: int, ends: list[tuple[int, int]]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The configuration of one training run of a tiny GPT, whose samples depend only on the step."""
+    """The configuration of one training run of a tiny GPT, whose samples depend only on the step.
+
+    Most attributes have the name of a flag or of an axis. The others are:
+
+    Attributes:
+        stage: --zero-stage, if `zero` is None.
+        micro_batches: micro-batches per step.
+        replicas: --num-distributed-optimizer-instances.
+        nodes: number of emulated nodes over which the ranks are spread.
+        order: rank at each position of the cluster; None if each rank's number equals its position.
+        steps: number of training steps.
+        documents: True if attention, positions and the loss end at the end-of-document token.
+        global_batch: samples per step.
+    """
 
     model: GPTConfig = GPT2_STYLE
     tp: int = 1

@@ -127,10 +127,9 @@ def test_reason_reaches_the_other_hosts_within_seconds():
 
 
 def test_killed_host_ends_the_job_within_seconds_with_its_name(monkeypatch):
-    """Remove the second launcher from the addresses that are connected to the store: both launchers must name its host.
+    """Let the second host lose its connection to the store, and check that both launchers name this host.
 
-    This is what the first launcher sees when a host is killed, because the kernel closes the connections of killed
-    processes.
+    The kernel closes the connections of killed processes, so the first launcher sees the same when a host is killed.
     """
     connected = {"127.0.0.1"}
     monkeypatch.setattr(hosts, "connected_to", lambda port: connected)

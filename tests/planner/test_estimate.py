@@ -204,7 +204,8 @@ def test_synchronization_delays_steps_unless_its_delay_hides_it():
     assert exposed(plain)["replica_group"] == pytest.approx(plain.held_up / 4, rel=0.01)
     assert plain.busy["replica_group"] == pytest.approx(late.busy["replica_group"])
     step = plain.seconds - plain.held_up / 4
-    # if ZeRO's collectives took no time, steps would be shorter, but the synchronization would not
+    # `step` includes time of ZeRO's collectives, so the next assertion shows that the synchronization overlaps with
+    # them as well
     assert 0 < exposed(plain)["shard"] < step
     assert late.held_up == pytest.approx(plain.held_up - 2 * step, rel=0.01)
     # Each of the two fragments overlaps with two steps of compute, so four steps are hidden.
@@ -240,9 +241,9 @@ def test_document_memory_follows_the_devices_attention_kernel(name, dropout, mas
     assert extra >= mask if masked else extra == 0
 
 
-# Peak bytes of torch's allocator, in LARGE_VOCABULARY and at the ends of the entries of ALLOCATED. They were measured
-# with torch 2.11 for four steps, with a stand-in for the CUDA driver that computes nothing. cuBLAS keeps two workspaces
-# of 32 MiB on an H100: one for the thread of forward, and one for the thread of backward.
+# The values of LARGE_VOCABULARY and the last items of the entries of ALLOCATED are peak bytes of torch's allocator.
+# They were measured with torch 2.11 for four steps, with a stand-in for the CUDA driver that computes nothing. cuBLAS
+# keeps two workspaces of 32 MiB on an H100: one for the thread of forward, and one for the thread of backward.
 WORKSPACES = 2 * 2**25
 LARGE_VOCABULARY = {
     "": 1_017_046_016,

@@ -83,7 +83,9 @@ def losses_of(model: GPTModel, case: Case) -> torch.Tensor:
 
 
 def loaded_everywhere(case: Case, load: str) -> dict[str, list[torch.Tensor]]:
-    """Load the checkpoint as a trained model, a frozen model, the base of adapters, and a synced reference.
+    """Load the checkpoint as a trained model, as a frozen model and as the base of adapters.
+
+    Also let a reference model take over the trained model's state (`SyncedModel`).
 
     Return both buffers and the losses of a batch, by the way of loading.
     """

@@ -31,6 +31,10 @@ def train(
     The error is "" if training ended normally. In step 2, rank `poisoned` gets a NaN gradient, and rank `signalled`
     catches a signal. Either is None if no rank does. With `stops_early`, a signal moves the next synchronization
     forward (`EarlyStop`), and the training ends there.
+
+    The dict of a step has "met" (True if all groups waited for each other), "stopped" (reason to stop, or None),
+    "asked" (number of collectives that leave the replica group), "busy" (False if none of them is expected), the losses
+    "loss" and "inner", and "weights" (hashes of the state by name).
     """
     step, dims = build_step(case)
     guarded(step, case, folder, has_replica_groups=True)
@@ -54,7 +58,6 @@ def train(
             except NotFiniteError as error:
                 return rows, str(error)
             row = {"met": met, "stopped": stops.reason(iteration, dims, agree=met, at_once=True)}
-        # number of collectives in this step that leave the replica group
         row["asked"] = groups.call_count + world.call_count
         row["busy"] = met or diloco.plan.sends_at(iteration) is not None or any(diloco.merge_at)
         record = launched.wait()

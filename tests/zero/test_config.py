@@ -145,7 +145,7 @@ def test_layout_without_inter_node_traffic_falls_back_with_a_notice():
     alone = plan(layout_of(tp=4), zeropp=True)
     assert alone.gather is not None
     assert "full copy" in alone.notices[0]
-    assert "--" not in alone.notices[0]  # users of the library have passed no flag
+    assert "--" not in alone.notices[0]  # programs that call the library pass no flags
     copies = plan(layout_of(replicas=2), overlap_grad_reduce=True)
     assert not copies.overlap_reduce, "sums over copies are not overlapped"
     assert copies.notices[0].endswith("--overlap-grad-reduce")
