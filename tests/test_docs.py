@@ -489,7 +489,7 @@ def bare(flag: str) -> str:
 def test_every_flag_named_on_a_page_exists():
     fields, flags = (re.findall(pattern, "".join(sources())) for pattern in (r"\b(\w+): [^=\n]+ = flag\(", r"--[\w-]+"))
     known = {bare(name) for name in (*fields, *flags, *read_megatron_flags(), *OTHERS_FLAGS.split())}
-    for page in set(PAGES) - {"docs/contributing/extending.md"}:  # the page left out adds a flag as an example
+    for page in set(PAGES) - {"docs/contributing/extending.md"}:  # this page adds a flag as an example
         quoted = [*blocks(page, "sh"), *re.findall(r"`([^`]+)`", prose(page))]
         for name in re.findall(r"(?<![\w-])--[a-z][\w-]*\*?", " ".join(quoted)):
             family = bare(name).rstrip("*-")  # `--zero-*` and `--no-...` name families of flags

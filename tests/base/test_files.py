@@ -1,4 +1,4 @@
-"""Test the writing of output files. It overwrites nothing unless asked, and readers never see a partial file."""
+"""Test the writing of output files. Only --overwrite replaces a file, and readers never see a partial file."""
 
 import gc
 import os

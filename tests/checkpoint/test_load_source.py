@@ -174,7 +174,7 @@ def test_restarted_job_finds_the_checkpoints_of_its_run_folder():
 
 
 def test_job_stops_if_another_job_has_saved_while_it_waited_for_the_lock(used, tmp_path):
-    """Test jobs that choose their checkpoint while --save is empty, and get the lock after checkpoints are there."""
+    """Test jobs that chose their checkpoint while --save was empty, before another job saved there and ended."""
     held, base = tmp_path / "held", str(tmp_path / "base")
     shutil.copytree(used, base)
     rows = []

@@ -363,8 +363,8 @@ def test_shards_of_experts_cross_nodes_once_per_step():
     default = ranks(RANKS).run(crossed_bytes, "default", {})
     parameters = sum(parameter.numel() for parameter in Mixture().parameters())
     for (sent, axes), (several, _), (quantized, _) in zip(each, micro_batches, default, strict=True):
-        # Each rank sends weights and gradients in fp32 in 2 steps. The tolerance covers padding, and flags of 16 bytes
-        # per message
+        # Each rank sends weights and gradients in fp32 in 2 steps. The tolerance covers padding, and 16 bytes in each
+        # message with gradients for flags, which say whether a parameter has a gradient
         assert sent == pytest.approx(2 * 2 * 4 * parameters / RANKS, rel=0.03)
         assert several == sent
         assert quantized < sent / 4

@@ -410,7 +410,10 @@ def test_lossless_delta_that_outgrows_its_message_reaches_the_next_forward(kind)
 
 
 def find_late() -> None:
-    """Let the last rank report a write one forward too late, as CUDA may, and check that all ranks raise."""
+    """Let the last rank report a write one forward too late, and check that all ranks raise.
+
+    On CUDA, the host reads the results of checksums in the next forward, so as not to wait for the GPU.
+    """
     model, optimizer, _ = build(EXACT)
     losses = [step(model, optimizer, sample) for sample in (1, 2)]
     with pytest.MonkeyPatch.context() as patch:

@@ -105,7 +105,7 @@ def _fork_server(python: str, command: list[str], passed: list[int]) -> int:
         passed: the server's files: its socket, and the end of a pipe on which it waits for the end of this process.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # pytest-xdist has a thread, which does not matter here
+        warnings.simplefilter("ignore", DeprecationWarning)  # the warning that pytest-xdist's thread is not in the fork
         child = os.fork()
     if child:
         return child
@@ -113,7 +113,8 @@ def _fork_server(python: str, command: list[str], passed: list[int]) -> int:
         for file in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):
                 if file not in passed and os.path.sameopenfile(file, passed[1]):
-                    os.close(file)  # the pipe's other end, which only the process that runs the tests may keep open
+                    # Close the pipe's other end. If the server kept it open, the read of the pipe would never return
+                    os.close(file)
         exec(command[-1], {})
     finally:
         os._exit(0)

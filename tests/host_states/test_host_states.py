@@ -130,7 +130,11 @@ def test_too_little_host_memory_is_an_error_with_its_numbers_before_any_allocati
 
 
 def test_the_device_is_not_taken_from_a_parameter():
-    """A parameter may be in host memory, so its device may not decide. Models of other programs are on their device."""
+    """Check that only the files in `allowed` take the compute device from a parameter.
+
+    With training states in host memory, parameters are on the CPU, although the GPU computes. Code for `megazpp.zeropp`
+    is allowed to do so, because models of other programs are on their compute device.
+    """
     allowed = {"megazpp/zero/sharding.py", "megazpp/drop_in/wrap.py", "megazpp/model/gpt.py"}
     found = {
         str(path.relative_to(ROOT))

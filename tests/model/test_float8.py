@@ -1,4 +1,4 @@
-"""Test float8 matrix products (--fp8-format): rounding, distance to 16-bit results, and rejected settings.
+"""Test float8 matrix products (--fp8-format): rounding, distance to unquantized results, and rejected settings.
 
 Most tests emulate float8 on a CPU.
 """
@@ -168,7 +168,7 @@ def losses_and_gradients(
     ],
 )
 def test_float8_model_is_near_16_bits_and_gathers_inputs_once(style, fmt, sequence_parallel, calls):
-    """Compare a float8 model with 16 bits, and a model on two tp ranks with one rank; count collectives in backward.
+    """Compare float8 with fp32 products, and two tp ranks with one rank; count the collectives in backward.
 
     Losses differ little, because initial weights are small. Gradients accumulate the errors of all later products.
     Each rank scales its slices separately, so its rounded operands differ from one rank's in the last bits.

@@ -138,7 +138,7 @@ def test_supervised_training_learns_and_is_validated(home):
     found = trained(home, "sft", f"{SFT} {ONE_RANK} --packing --train-iters 30 {evaluated}")
     assert found[-1]["lm_loss"] < found[0]["lm_loss"] - 0.3
     assert [row["iteration"] for row in rows(home, "sft", "validation.jsonl")] == [0, 15, 30]
-    # --max-length 24 does not shorten the base model's context, which generate.py and exports read here
+    # --max-length 24 does not change seq_length in the checkpoint, from which generate.py and exports take the context
     assert open_checkpoint(home / "sft", None)[1].flags["seq_length"] == 32
 
 
