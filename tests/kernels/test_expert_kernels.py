@@ -23,7 +23,8 @@ pytestmark = [
 def test_rows_of_experts_match_the_reference(tokens, copies, experts, width):
     """Compare Triton kernels that sort, copy and sum expert rows with the PyTorch reference.
 
-    Orders and copies are equal. Sums are in fp32 in the same order; fused multiply-adds differ by 1e-6.
+    Orders must be equal. The tolerances cover fused multiply-adds, and in `combine_backward` also sums over the width
+    of a row in another order.
     """
     generator = torch.Generator().manual_seed(tokens)
     triton = expert_rows.TRITON
@@ -69,7 +70,7 @@ def test_fused_router_matches_plain_operations(kind, experts, top_k, losses, mon
     """Compare the fused router kernel with plain operations.
 
     Chosen experts, their weights, losses, totals and gradients must agree. The second of two forwards repeats the first
-    one's choice, as a recomputation does. Sums differ by 1e-5.
+    one's choice, as a recomputation does. The relative tolerance of 2e-5 covers sums in another order.
     """
     config = GPTConfig(
         num_layers=1, hidden_size=24, num_attention_heads=1, swiglu=True, disable_bias_linear=True,

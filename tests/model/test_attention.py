@@ -37,9 +37,10 @@ def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int
 
 
 def test_rotary_embeddings_rotate_pairs_like_complex_numbers():
-    """Compare rotary embeddings with products of complex numbers. Tolerances are one fp32 rounding of the angles.
+    """Compare rotary embeddings with products of complex numbers.
 
-    Relative 6e-8 of at most 2009 radians is 1.2e-4; below 10 radians it is 1e-6.
+    The tolerances are about eight fp32 roundings of the angles. One rounding is 6e-8 of the angle: 1.2e-4 for 2009
+    radians (the positions FAR), and 6e-7 for 10 radians.
     """
     for (ids, near), percent, base, (dtype, rounding) in itertools.product(
         ((RESTARTING, 5e-6), (FAR, 1e-3)),

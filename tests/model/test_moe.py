@@ -28,7 +28,7 @@ SWIGLU = {"swiglu": True, "disable_bias_linear": True}
 def test_grouped_products_equal_looped_products_with_idle_experts():
     """Compare grouped matrix products with a loop over experts, of which two get no tokens: output and all gradients.
 
-    Sums in another order differ by 1e-5.
+    The tolerance is 1e-4, because both add fp32 numbers in different orders.
     """
     generator, sizes = torch.Generator().manual_seed(1), [0, 5, 0, 8]
     tensors = [torch.randn(shape, generator=generator) for shape in ((13, 8), *[(4, 16, 8)] * 3)]
