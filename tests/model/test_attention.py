@@ -39,7 +39,7 @@ def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int
 def test_rotary_embeddings_rotate_pairs_like_complex_numbers():
     """Compare rotary embeddings with products of complex numbers.
 
-    The tolerances are about eight fp32 roundings of the angles. One rounding is 6e-8 of the angle: 1.2e-4 for 2009
+    The tolerances are at least eight fp32 roundings of the angles. One rounding is 6e-8 of the angle: 1.2e-4 for 2009
     radians (the positions FAR), and 6e-7 for 10 radians.
     """
     for (ids, near), percent, base, (dtype, rounding) in itertools.product(
