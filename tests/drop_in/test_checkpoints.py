@@ -138,6 +138,7 @@ class Run:
 
 
 def uses_of_a_model() -> None:
+    """Check that `zeropp` adds no module, parameter, buffer or key of the state dict to a model."""
     for kind in (None, *KINDS):
         model = Run(kind).model
         if kind is None:

@@ -26,6 +26,8 @@ SECONDS_PER_CALL = 600  # limit for one call on busy cores; a hanging collective
 
 
 class Ranks:
+    """The worker processes of one world size, each of which waits at a pipe for functions to call."""
+
     def __init__(self, world_size: int) -> None:
         start_server()
         context = multiprocessing.get_context("forkserver")
@@ -43,6 +45,12 @@ class Ranks:
         atexit.register(self.stop)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function` with these arguments on all ranks, and return its results in rank order.
+
+        Raises:
+            AssertionError: a rank has raised an exception, died or not answered in time, or ranks have made different
+                numbers of process groups. All workers are killed, and the next call of `ranks` starts new ones.
+        """
         for rank, pipe in enumerate(self.pipes):
             try:
                 pipe.send((function, args, kwargs))

@@ -227,6 +227,10 @@ def test_adapters_on_a_packed_base_train_as_on_its_unpacked_weights(loads, bits,
 
 
 def check_reference(case: Case, load: str, folder: str) -> None:
+    """Check that training adapters does not change the losses of the reference model.
+
+    The reference is the base without adapters, or with `keep_reference` the base with the adapters that were loaded.
+    """
     policy, dims = adapt(case, ALL, load)
     batch = case.batch(9, dims.data_rank, 1)
 

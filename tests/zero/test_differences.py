@@ -172,6 +172,10 @@ def test_blocks_without_room_are_delayed_equally_on_all_ranks():
 
 
 def see_what_crosses_next(case: Case) -> None:
+    """Check after several actions whether the next use of each unit sends nothing, a weight delta or a keyframe.
+
+    A write through `.data` raises no version counter, so it is not noticed and nothing is sent.
+    """
     step, dims = build_step(case)
     gathers, parameters = step.sharding._gathers, list(step.model.parameters())
 
@@ -212,6 +216,7 @@ def test_step_sends_a_delta_and_other_writes_send_full_weights():
 
 
 def with_a_bad_weight(case: Case) -> None:
+    """Set a weight to NaN and later to its old value, and check when the gathered weights have the NaN."""
     step, dims = build_step(case)
     shard = step.model.layers[0].mlp.fc1.weight.to_local().view(-1).data
 

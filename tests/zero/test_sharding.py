@@ -150,6 +150,7 @@ def test_with_differences_a_frozen_unit_sends_once_and_the_others_once_per_step(
 
 
 def freed_after_evaluation() -> None:
+    """Evaluate, double the shards, and check that the next forward has the doubled weights and no old ones."""
     for stage in (1, 2, 3):
         model, sharding, _ = build(ZeroConfig(zero_stage=stage), nodes=1)
         with torch.no_grad():
