@@ -149,8 +149,9 @@ def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
         env: environment variables of this process.
 
     Raises:
-        ValueError: MASTER_ADDR is no host, or MASTER_PORT no port. Or a variable is not set and has no default,
-            because the ranks may be on several nodes, the job has no id, or Slurm's list of hosts cannot be read.
+        ValueError: MASTER_ADDR is no host, MASTER_PORT no port, or SLURM_JOB_ID or SLURM_STEP_ID no number. Or a
+            variable is not set and has no default, because the ranks may be on several nodes, the job has no id, or
+            Slurm's list of hosts cannot be read.
     """
     for name, parse in (("MASTER_ADDR", parse_host), ("MASTER_PORT", parse_port)):
         if env.get(name):
@@ -161,7 +162,7 @@ def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
     if launched.launcher == "srun":
         if "MASTER_ADDR" not in known:
             known["MASTER_ADDR"] = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
-        job_id, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID") or "0")
+        job_id, step = (env_number(name, env, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
         known.setdefault("MASTER_PORT", str(20000 + (job_id + PORTS_PER_STEP * step) % 20000))
     elif launched.local_size == launched.world_size:
         known.setdefault("MASTER_ADDR", LOOPBACK)
@@ -207,9 +208,9 @@ def _several(names: _Names, env: Mapping[str, str]) -> Launched | None:
 
 def _read(names: _Names, env: Mapping[str, str]) -> Launched:
     """Return this process's rank from a launcher's variables. The variables with rank and size must be set."""
-    rank, world_size = _number(names.rank, env), _number(names.size, env)
+    rank, world_size = env_number(names.rank, env), env_number(names.size, env)
     local_rank, local_size, nodes = (
-        next((_number(name, env) for name in each if env.get(name)), None)
+        next((env_number(name, env) for name in each if env.get(name)), None)
         for each in (names.local_rank, names.local_size, names.nodes)
     )
     if nodes and world_size % nodes == 0:
@@ -217,9 +218,13 @@ def _read(names: _Names, env: Mapping[str, str]) -> Launched:
     return Launched(names.launcher, names.size, rank, world_size, local_rank or 0, local_size)
 
 
-def _number(name: str, env: Mapping[str, str]) -> int:
-    """Return the environment variable `name` as an integer; raise a ValueError with its value if it is no integer."""
+def env_number(name: str, env: Mapping[str, str], default: int | str = "") -> int:
+    """Return the environment variable `name` as an integer, or `default` if it is not set or empty.
+
+    Raises:
+        ValueError: the variable is not a number. Or it has no value, and there is no default.
+    """
     try:
-        return int(env[name])
+        return int(env.get(name) or default)
     except ValueError:
-        raise ValueError(f"the environment has {name}={env[name]}, which is not a number: correct it") from None
+        raise ValueError(f"the environment has {name}={env.get(name)}, which is not a number: correct it") from None

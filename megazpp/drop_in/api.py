@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from megazpp.base.launcher import env_number
 from megazpp.drop_in.dims import GuestDims
 from megazpp.drop_in.gather import ProgramGather, ProgramRingGather
 from megazpp.drop_in.handle import Comms, Handle
@@ -396,7 +397,7 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
                 "of ranks that share a node"
             )
         return Cluster(num_nodes=world_size // ranks_per_node, ranks_per_node=ranks_per_node)
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_rank = env_number("LOCAL_RANK", os.environ, default=rank)
     # Like FSDP2, use the current CUDA device and not the device with the index `local_rank`, because a process may see
     # only one GPU.
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else 0)

@@ -39,6 +39,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+from megazpp.base.launcher import env_number
 from megazpp.base.memory import available_bytes
 from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
@@ -122,7 +123,7 @@ class HostMemory(DeviceStates):
 
         The fp32 shards never are on the device. See `DeviceStates.allocate` for the arguments.
         """
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_local = env_number("LOCAL_WORLD_SIZE", os.environ, default=1)
         raise_on_all_ranks(world, functools.partial(self.allocate_states, device, num_local=num_local))
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):

@@ -48,7 +48,7 @@ import yaml
 
 from megazpp.base.files import cause, find_file, read_small_file
 from megazpp.base.flags import Config, flag, shown
-from megazpp.base.launcher import find_launcher
+from megazpp.base.launcher import env_number, find_launcher
 from megazpp.base.program import in_words
 from megazpp.topology.cluster import CALIBRATION_NAMES, LINK_KINDS, Cluster, Device, Host, Link, Links, nested_sizes
 
@@ -134,7 +134,7 @@ def detect_cluster(
         name, local = f"{launched.launcher}'s environment", launched.local_size
     else:
         name = name if given else "SLURM_NTASKS_PER_NODE"
-        local = int(env.get(name) or world_size)
+        local = env_number(name, env, default=world_size)
     if world_size % local:
         raise ValueError(
             f"{world_size} ranks do not divide into nodes of {local} ({name}); start the same number of ranks on every "

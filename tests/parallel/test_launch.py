@@ -117,6 +117,8 @@ REFUSED = [
         }.items()
     ),
     ({}, {"PMI_RANK": "0", "PMI_SIZE": "many"}, "PMI_SIZE=many, which is not a number"),
+    ({}, SRUN | {"SLURM_JOB_ID": "7_x"}, "SLURM_JOB_ID=7_x, which is not a number"),
+    ({}, SRUN | {"SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID=batch, which is not a number"),
 ]
 
 
