@@ -293,23 +293,23 @@ def lock_for_this_job(
         OSError: the file cannot be opened, or the file system does not support locks.
         ValueError: another job still holds the lock after `patience_seconds`.
     """
-    file, began = path.open("a+"), time.monotonic()
-    while not try_lock(file):
-        waited = time.monotonic() - began
-        if waited > patience_seconds or (say is not None and waited > LOCK_SECONDS):
-            file.seek(0)
-            used = f"{name} is in use by {file.read().strip() or 'another job'}"
-            if waited > patience_seconds:
-                file.close()
-                raise ValueError(f"{used}: give each job its own folder")
-            if say is not None:
-                say(f"{used}: waiting for at most {patience_seconds:g} s")
-                say = None
-        time.sleep(0.1)
-    with errors_naming(path):
+    with errors_naming(path), contextlib.ExitStack() as on_error:
+        file, began = on_error.enter_context(path.open("a+")), time.monotonic()
+        while not try_lock(file):
+            waited = time.monotonic() - began
+            if waited > patience_seconds or (say is not None and waited > LOCK_SECONDS):
+                file.seek(0)
+                used = f"{name} is in use by {file.read().strip() or 'another job'}"
+                if waited > patience_seconds:
+                    raise ValueError(f"{used}: give each job its own folder")
+                if say is not None:
+                    say(f"{used}: waiting for at most {patience_seconds:g} s")
+                    say = None
+            time.sleep(0.1)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
+        on_error.pop_all()
     return file
 
 

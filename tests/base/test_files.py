@@ -1,6 +1,6 @@
 """Test the writing of output files. Only --overwrite replaces a file, and readers never see a partial file."""
 
-import gc
+import errno
 import os
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,19 @@ def test_full_disk_is_reported_with_the_lock_file(tmp_path):
             (disk / "ballast").write_bytes(bytes(65 << 10))
         with pytest.raises(OSError, match=f"No space left on device: '{disk}/lock'"):
             lock_for_this_job(disk / "lock", "--save x")
-        gc.collect()  # closes the lock file, which the exception's frames hold, so that the disk can be unmounted
+
+
+def test_lock_file_is_closed_and_named_if_the_file_system_has_no_locks(tmp_path, monkeypatch):
+    opened, path = [], tmp_path / "lock"
+
+    def refuse(file: Any) -> bool:
+        opened.append(file)
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files, "try_lock", refuse)
+    with pytest.raises(OSError, match=f"No locks available: '{path}'"):
+        lock_for_this_job(path, "--save x")
+    assert opened[0].closed
 
 
 def test_two_writers_of_a_file_never_make_an_incomplete_one_visible(tmp_path, monkeypatch):
