@@ -32,7 +32,7 @@ class DataConfig(Config):
         train_data_path: as --data-path, for training only.
         valid_data_path: as --data-path, for validation only.
         test_data_path: as --data-path, for the test only.
-        split: train, validation and test proportions, by document (by token if there are too few documents).
+        split: train, validation and test proportions (8,1,1 or 8/1/1), by document (by token if documents are few).
         data_cache_path: directory for indices and trained tokenizers (default: megazpp in the user's cache directory).
         mock_data: use generated documents instead of files.
         num_workers: threads that prepare the samples of the next steps; 0 prepares a step when it begins.
@@ -83,16 +83,19 @@ def parse_split(split: str) -> Splits[tuple[float, float]]:
     """Return the start and the end of the training, validation and test split, as fractions of all documents in [0, 1].
 
     Args:
-        split: value of --split: up to three proportions, such as `969, 30, 1`. Missing ones count as 0.
+        split: value of --split: up to three proportions, such as `969, 30, 1`. As in Megatron-LM, `/` separates
+            them too. Missing ones count as 0.
     Raises:
-        ValueError: `split` is not one to three numbers with commas between them.
+        ValueError: `split` is not one to three numbers with `,` or `/` between them.
     """
     try:
         parts = [float(part) for part in re.split(r"[,/]", split)]
     except ValueError:
         parts = []
     if not 1 <= len(parts) <= 3 or not all(0 <= part < math.inf for part in parts) or sum(parts) == 0:
-        raise ValueError(f"--split {split!r} is not a list of one to three proportions: give a value like '969, 30, 1'")
+        raise ValueError(
+            f"--split {split!r} is not one to three proportions with , or / between: give a value like '969, 30, 1'"
+        )
     shares = [part / sum(parts) for part in (*parts, 0.0, 0.0)[:3]]
     edges = [0.0, *itertools.accumulate(shares)]
     return Splits(*itertools.pairwise(edges))
