@@ -37,6 +37,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         self._folder = Path()
         self._trace: profile | None = None
         self._first, self._done = config.profile_step_start + 1, False
+        self._last: int | None = None  # last iteration that is recorded so far; None outside of a recording
         if config.profile or config.record_memory_history:
             folder = None if run.folder is None else str(run.folder.path.resolve())
             self._folder = Path(self._dims.world.share_object(folder))
@@ -64,9 +65,10 @@ class Profiler(AbstractContextManager["Profiler"]):
         if not (self._config.profile and self._first <= iteration <= self._config.profile_step_end):
             yield
             return
-        if self._profiles and self._trace is None:
+        if self._last is None:
             # The first recorded iteration, for log and file name. A resumed run may start after --profile-step-start.
             self._first = iteration
+        if self._profiles and self._trace is None:
             cuda = [ProfilerActivity.CUDA] if self._dims.timeline.device_type == "cuda" else []
             # By default the profiler ignores threads that were started before it, such as the communication queues'.
             threads = _ExperimentalConfig(profile_all_threads=True)
@@ -80,6 +82,7 @@ class Profiler(AbstractContextManager["Profiler"]):
                 self._write_trace()
             ranks = " ".join(map(str, self._config.profile_ranks))
             self._log(f"profile of iterations {self._first} to {iteration}, rank {ranks}: {self._folder}")
+            self._last = None
 
     def span(self, track: str, name: str) -> AbstractContextManager[Any]:
         """Return a context manager that records a timeline span in the profiler's trace; the timeline calls this."""

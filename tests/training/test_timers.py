@@ -4,6 +4,7 @@ Megatron-LM's timers, the report of slow ranks, the timeline of one step, and to
 """
 
 import contextlib
+import dataclasses
 import gzip
 import json
 import re
@@ -194,10 +195,13 @@ def test_profiled_rank_writes_a_trace_with_operators_and_named_hops(recorded):
 
 def test_profiler_of_a_short_or_resumed_run_replaces_no_trace(tmp_path):
     profiling = ProfilerConfig(profile=True, profile_step_start=1, profile_step_end=3)
+    other = dataclasses.replace(profiling, profile_ranks=(1,))
+    (line,) = ranks(2).run(train, tmp_path / "other", TimingConfig(), other, 3)[0].said
+    assert line.startswith("profile of iterations 3 to 3, rank 1")
     for iteration in (3, 3, 4):
         first, _ = ranks(2).run(train, tmp_path, TimingConfig(), profiling, iteration)
     assert first.said == ["--profile: this run took none of iterations 2 to 3, so nothing was recorded"]
-    names = sorted(file.name for file in tmp_path.iterdir())
+    names = sorted(file.name for file in tmp_path.glob("*.gz"))
     assert names == ["profile-rank0-iterations3-3-2.json.gz", "profile-rank0-iterations3-3.json.gz"]
 
 
