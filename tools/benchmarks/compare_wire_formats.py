@@ -89,7 +89,7 @@ def train(folder: Path, flags: list[str]) -> None:
     done = subprocess.run([*command, "--log-interval", "1", "--sample-tokens", "0"], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-    print(f"{folder.name}: {done.stdout.splitlines()[-3]}", file=sys.stderr, flush=True)
+    print(f"{folder.name}: validation loss {read(folder)['valid']}", file=sys.stderr, flush=True)
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Test the table of compare_wire_formats.py, and the steps in which a run reaches the loss of another run."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
-from compare_wire_formats import LAST_STEPS, read, steps_to, table
+from compare_wire_formats import LAST_STEPS, read, steps_to, table, train
 
 
 def read_run(folder: Path, *, valid: float, sent: int = 0, above: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -42,6 +43,16 @@ def test_steps_to_a_loss_need_a_validation_that_every_seed_has(tmp_path):
     assert steps_to(runs, runs) == "25"
     del runs[1]["evaluations"][30]
     assert steps_to(runs, runs) == "-"
+
+
+def test_finished_run_is_announced_by_its_loss_whatever_its_log_says(tmp_path, monkeypatch, capsys):
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        read_run(Path(command[command.index("--run-dir") + 1]), valid=4.5)
+        return subprocess.CompletedProcess(command, 0, "one line\n", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    train(tmp_path / "ZeRO-3-seed1", [])
+    assert capsys.readouterr().err == "ZeRO-3-seed1: validation loss 4.5\n"
 
 
 def test_loss_distance_does_not_cancel_over_steps_or_seeds(tmp_path):
