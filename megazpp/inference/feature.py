@@ -34,6 +34,7 @@ class SampleAtEnd(Feature):
         if config.sample_tokens == 0:
             return Attached()
         from megazpp.inference.text import check_start, continue_texts, start_of
+        from megazpp.training.objective import StopRequested
 
         assert longest is not None
         prompts, seed = config.sample_prompt or ("",), flags.launch.seed
@@ -52,6 +53,11 @@ class SampleAtEnd(Feature):
                     seed=seed,
                     stopped=trainer.stopped,
                 )
+            try:
+                trainer.run.stops.give_up(run.dims)
+            except StopRequested as stop:  # the signal may have cut the texts
+                run.log(f"the sample of text is left out because of {stop}")
+                return
             for start, text in zip(starts, texts, strict=True):
                 run.log(f"a sample of text:\n{start.shown}{text}")
                 if run.folder is not None:
