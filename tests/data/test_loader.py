@@ -102,7 +102,7 @@ def test_step_is_cut_into_micro_batches_rank_by_rank(num_workers):
 
 
 def test_next_steps_are_loaded_before_they_are_requested():
-    dataset = Counting(hook=lambda index: time.sleep(0.02))
+    dataset = Counting(hook=lambda index: time.sleep(0.1 if index < 8 else 0.0))
     with loader(dataset, num_workers=2) as batches:
         batches.step(0, 8)
         deadline = time.monotonic() + 20

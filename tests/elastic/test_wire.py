@@ -222,10 +222,11 @@ def test_listener_survives_a_lack_of_open_files(listener):
     server = listener._server
     full = mock.Mock(accept=mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files")), fileno=server.fileno)
     listener._server = full
-    assert answers(listener)  # the listener was already waiting in `accept` of the real server
-    deadline = time.monotonic() + 5
-    while not full.accept.called and time.monotonic() < deadline:
-        time.sleep(0.01)
+    with socket.create_connection(listener.address):  # ends a call of `accept` that has begun before
+        deadline = time.monotonic() + 5
+        while not full.accept.called and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert full.accept.called
     listener._server = server
     assert answers(listener)
 

@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from megazpp.base.address import Address, listen
 from megazpp.base.launcher import LOOPBACK
 from megazpp.base.program import LAUNCHER_PID, UserError
 from megazpp.parallel import roll_call, worker
+from megazpp.parallel.hosts import wait_until
 from megazpp.parallel.launch import RankInfo, loopback_store
 from megazpp.parallel.roll_call import call_roll, show_once, tell
 
@@ -48,13 +50,14 @@ def fail(text: str, store: dist.Store, place: RankInfo, host: str) -> None:
 def on_ranks(*work: Answer) -> list[Any]:
     """Run one function per rank in a thread with its own connection to the store, and return the results in rank order.
 
-    Each function gets the store, the place of its rank, and the name of its host.
+    Each function gets the store, the place of its rank, and the name of its host. All begin once all have connected.
     """
-    server = loopback_store(listen(Address(LOOPBACK, 0)))
+    server, connected = loopback_store(listen(Address(LOOPBACK, 0))), threading.Barrier(len(work), timeout=60)
 
     def run(rank: int) -> Any:
         store = dist.TCPStore(LOOPBACK, server.port, is_master=False)
         place = RankInfo(started=True, world_size=len(work), rank=rank, local_rank=rank % 2)
+        connected.wait()
         return work[rank](store, place, HOSTS[rank])
 
     with ThreadPoolExecutor(len(work)) as pool:
@@ -108,27 +111,29 @@ def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypat
     assert all(line.endswith("--lr 0x is wrong") for line in lines)
 
 
-def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch, capsys):
-    monkeypatch.setattr(worker, "WAIT_SECONDS", 0.05)
+def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(worker, "say", said.append)
+    monkeypatch.setattr(worker, "WAIT_SECONDS", 0.2)
     monkeypatch.setenv("MASTER_ADDR", "alpha")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.delenv(LAUNCHER_PID, raising=False)
-    for rank, local_rank, seconds, said in (
-        (0, 0, 0.5, "s for the other 3 rank(s) to connect to alpha:29500 and goes on waiting."),
-        (2, 0, 0.5, "s for rank 0 at alpha:29500 and goes on waiting."),
-        (3, 1, 0.2, ""),
-        (2, 0, 0.0, ""),
+    for rank, expected in (
+        (0, "s for the other 3 rank(s) to connect to alpha:29500 and goes on waiting."),
+        (2, "s for rank 0 at alpha:29500 and goes on waiting."),
     ):
-        place = RankInfo(started=True, world_size=4, rank=rank, local_rank=local_rank)
-        with worker._say_whom_it_waits_for(place):
-            time.sleep(seconds)
-        text = capsys.readouterr().err
-        assert text.startswith(f"rank {rank} on {socket.gethostname()} has waited 0.05 ") == bool(said)
-        assert said in text
+        with worker._say_whom_it_waits_for(RankInfo(started=True, world_size=4, rank=rank)):
+            wait_until(lambda: bool(said), 20)
+        assert said[0].startswith(f"rank {rank} on {socket.gethostname()} has waited 0.2 {expected}")
+        said.clear()
+    with worker._say_whom_it_waits_for(RankInfo(started=True, world_size=4, rank=2)):
+        pass  # the rendezvous ends at once
+    with worker._say_whom_it_waits_for(RankInfo(started=True, world_size=4, rank=3, local_rank=1)):
+        time.sleep(0.3)
     monkeypatch.setenv(LAUNCHER_PID, "1")  # started by this project's launcher, so all ranks are on one machine
     with worker._say_whom_it_waits_for(RankInfo(started=True, world_size=4)):
-        time.sleep(0.2)
-    assert capsys.readouterr().err == ""
+        time.sleep(0.3)
+    assert said == []
 
 
 def test_exception_before_the_start_is_told_to_the_other_hosts(monkeypatch, capsys):
