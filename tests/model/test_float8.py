@@ -167,7 +167,7 @@ def losses_and_gradients(
         ("llama", "hybrid", True, {"reduce_scatter": 5, "all_gather": 5}),
     ],
 )
-def test_float8_model_is_near_16_bits_and_gathers_inputs_once(style, fmt, sequence_parallel, calls):
+def test_float8_model_is_near_fp32_and_gathers_inputs_once(style, fmt, sequence_parallel, calls):
     """Compare float8 with fp32 products, and two tp ranks with one rank; count the collectives in backward.
 
     Losses differ little, because initial weights are small. Gradients accumulate the errors of all later products.

@@ -27,7 +27,7 @@ WHOLE, _, SMALL = CHUNKS = 1 << 29, BLOCKS * 4 * 384 * 5, 4 * TOKENS * 128
 # ranks have 2 and 1
 REAL, PADDED = 300, 384
 # Further sizes (tokens, padded rows) for 4 ranks: no padding; padding on two ranks; ranks with only padding; one token
-VOCABULARIES = [(REAL, PADDED), (16, 16), (11, 16), (7, 16), (3, 24), (1, 4)]
+VOCABULARIES = [(REAL, PADDED), (16, 16), (11, 16), (5, 16), (3, 24), (1, 4)]
 
 
 def labels_of(vocab_size: int) -> torch.Tensor:
