@@ -24,6 +24,7 @@ GROUP --diloco-min-groups 0                                  | --diloco-min-grou
 GROUP --diloco-late-factor 1.5                               | --diloco-late-factor 1.5 is more than 1
 GROUP --diloco-wait-for-all --diloco-grace 2                 | give only one
 GROUP --diloco-secret-file no/such/file                      | --diloco-secret-file no/such/file
+GROUP --diloco-listen 0.0.0.0                                | --diloco-listen 0.0.0.0 lets other machines connect
 GROUP --diloco-advertise [::]                                | --diloco-advertise [::]: other groups cannot connect
 GROUP --exit-interval 4                                      | does not support --exit-interval 4
 GROUP --zero-stage 0                                         | --zero-stage 0

@@ -23,7 +23,7 @@ from megazpp.elastic.agent import Agent, OutError
 from megazpp.elastic.config import ElasticConfig
 from megazpp.elastic.coordinator import Coordinator, Journal, SupersededError
 from megazpp.elastic.rounds import NO_COMMIT, Rounds
-from megazpp.elastic.wire import NO_SECRET, AuthenticatedListener, Channel, WireError, connect, read_secret
+from megazpp.elastic.wire import AuthenticatedListener, Channel, WireError, connect, read_secret
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 HERE = Address("127.0.0.1", 0)
@@ -191,8 +191,12 @@ def test_old_connection_of_a_rank_ends_after_its_new_one_began(tmp_path):
 
 
 def test_group_that_listens_on_all_addresses_announces_that_of_its_connection(tmp_path):
-    coordinator = Coordinator(tmp_path, HERE, NO_SECRET, say=lambda line: None)
-    flags = ElasticConfig(diloco_coordinator=str(coordinator.address), diloco_listen="0.0.0.0")
+    secret = tmp_path / "run.secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(SECRET)
+    coordinator = Coordinator(tmp_path, HERE, SECRET, say=lambda line: None)
+    given = {"diloco_listen": "0.0.0.0", "diloco_secret_file": str(secret)}
+    flags = ElasticConfig(diloco_coordinator=str(coordinator.address), **given)
     agent = Agent(flags, HELLO, most_bytes=0, snapshot=lambda: ({}, b""), stopped=lambda: False, say=print)
     assert agent.wait(lambda state: state["live"], 5)
     assert coordinator._rounds.groups["a"].reports[0]["address"][0] == "127.0.0.1"
