@@ -275,7 +275,7 @@ def test_bulk_data_may_take_longer_than_the_limit_of_a_read():
 
     def serve(channel: Channel) -> None:
         channel._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
-        channel.set_timeout(0.2)
+        channel.set_timeout(0.6)
         channel.send_data({}, data)
 
     listener = AuthenticatedListener(HERE, SECRET, serve)
@@ -286,7 +286,7 @@ def test_bulk_data_may_take_longer_than_the_limit_of_a_read():
     def read_slowly(length: int) -> bytearray:
         parts = []
         for start in range(0, length, 1 << 16):
-            time.sleep(0.03)
+            time.sleep(0.06)
             parts.append(read(min(1 << 16, length - start)))
         return bytearray().join(parts)
 
