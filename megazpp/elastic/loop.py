@@ -72,6 +72,9 @@ class ElasticLoop:
         self._batches, self._rules = run.plan.batches, elastic.rules
         self._flags, self._axis = run.config.section(ElasticConfig), open_axis(self._dims)
         self._stopped, self._say = trainer.stopped, run.context.log
+        # By consumed samples before a step: index of the step's first sample, for the report about a NaN
+        self._first_samples: dict[int, int] = {}
+        trainer.guard.first_sample = self._first_samples.__getitem__
         self.outer = outer = WholeOuter(
             parts.built.sharding,
             diloco,
@@ -233,12 +236,14 @@ class ElasticLoop:
 
     # ---- leased steps of an interval, and their contribution ----------------------------------------------------
 
-    def first_sample(self) -> int:
+    def first_sample(self, consumed_samples: int) -> int:
         """Return the number of consumed samples at which a loader finds the samples of this group's next leased step.
 
         The result is the first sample of the step's global batch, plus an offset for the leased column. Without the
         offset the loader of this job would read the samples of column 0 of the run's table of samples.
 
+        Args:
+            consumed_samples: number of samples at which the training loop counts this step.
         Raises:
             StopRequested: a stop signal came, or the run ended, while the group waited for samples.
         """
@@ -246,7 +251,8 @@ class ElasticLoop:
             raise StopRequested("received a stop signal, or the run ended, while this group waited for samples")
         batches, (column, step, _) = self._batches, self._cell
         share = batches.data_parallel_size // self._rules.groups * batches.micro_batch_size
-        return step * batches.global_batch_size + column * share
+        first = self._first_samples[consumed_samples] = step * batches.global_batch_size + column * share
+        return first
 
     def _count_step(self) -> None:
         """Add a training step to the contribution that is published next, and measure the step's time."""
@@ -550,7 +556,7 @@ class LeasedLoader:
         Raises:
             StopRequested: a stop signal came, or the run ended, while the group waited for samples.
         """
-        batches = self._loader.step(self._loop.first_sample(), global_batch_size)
+        batches = self._loader.step(self._loop.first_sample(consumed_samples), global_batch_size)
         self.wait_seconds = self._loader.wait_seconds
         return batches
 

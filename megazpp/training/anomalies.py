@@ -120,6 +120,8 @@ class Guard:
             end the job or to rewind, the groups wait until all of them call `resolve`.
     Attributes:
         went_back: True if `rewind` has reloaded a checkpoint since the last call of `begin_step`.
+        first_sample: function that returns the index of a step's first sample, given the number of samples that all
+            earlier steps have consumed. Elastic DiLoCo replaces it, because a group trains the samples that it leases.
     """
 
     config: AnomalyConfig
@@ -140,6 +142,7 @@ class Guard:
         # groups
         self._wants_back = False
         self.went_back = False
+        self.first_sample: Callable[[int], int] = lambda consumed_samples: consumed_samples
 
     def begin_step(self) -> None:
         """Request that this step's backward checks the gradients of this rank before they are reduced.
@@ -244,8 +247,9 @@ class Guard:
             first = next(each for each in reports if each.iteration is not None)
             step = first.iteration
             reports = [each if each.iteration == step else StepReport(each.data_rank) for each in reports]
-            sample = plan.consumed_samples_at(step - 1)
-            message = describe(first, reports, sample, plan.micro_batch_size)
+            consumed = plan.consumed_samples_at(step - 1)
+            sample = self.first_sample(consumed)
+            message = describe(first, reports, sample, plan.micro_batch_size, plan.data_parallel_size)
             if self.run.folder is not None:
                 keys = ("data_rank", "losses", "suspects")
                 record = {
@@ -253,7 +257,7 @@ class Guard:
                     "loss": first.loss,
                     "grad_norm": first.norm,
                     "first_sample": sample,
-                    "samples": plan.batch_size_at(sample),
+                    "samples": plan.batch_size_at(consumed),
                     "micro_batch_size": plan.micro_batch_size,
                     "grad_norms": first.norms,
                     "ranks": [{key: getattr(each, key) for key in keys} for each in reports],
@@ -310,7 +314,9 @@ class Guard:
         return True
 
 
-def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int, micro_batch_size: int) -> str:
+def describe(
+    first: StepReport, reports: Sequence[StepReport], first_sample: int, micro_batch_size: int, data_size: int
+) -> str:
     """Return the error message for a step whose loss or gradient norm is not finite.
 
     The message names the step, and the micro-batches and parameters whose values are not finite.
@@ -321,6 +327,7 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
         reports: reports of all ranks about the step, in the order of ranks.
         first_sample: index of the step's first sample in the run.
         micro_batch_size: samples per micro-batch.
+        data_size: number of data-parallel ranks in all jobs of the run.
     """
     assert first.iteration is not None
     scaled = "" if first.scale == 1.0 else f" at the loss scale {first.scale:g} (see --loss-scale, --min-loss-scale)"
@@ -329,7 +336,6 @@ def describe(first: StepReport, reports: Sequence[StepReport], first_sample: int
         f"the update, with the weights of iteration {first.iteration - 1}"
     ]
     # ---- add a line per micro-batch whose loss is not finite, with its samples
-    data_size = 1 + max(each.data_rank for each in reports)
     bad_losses = []
     for rank, each in enumerate(reports):
         for index in (index for index, value in enumerate(each.losses) if not math.isfinite(value)):

@@ -10,6 +10,7 @@ from megazpp.elastic import loop as loop_module
 from megazpp.elastic.loop import ElasticLoop
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.timeline import Timeline
+from megazpp.training.objective import LanguageModelLoss
 
 
 def test_wait_for_samples_is_no_time_of_a_step(monkeypatch):
@@ -32,6 +33,21 @@ def test_wait_for_samples_is_no_time_of_a_step(monkeypatch):
         loop.after_step(mock.Mock(), TrainingProgress(), last=False)
     assert loop._agent.steps == 2
     assert loop._agent.seconds == 1.0
+
+
+def test_report_about_a_nan_finds_the_samples_that_a_group_has_leased(monkeypatch):
+    batches = mock.Mock(micro_batch_size=2, data_parallel_size=4, global_batch_size=16)
+    run = mock.Mock(plan=mock.Mock(batches=batches))
+    trainer = mock.Mock(run=run, parts=mock.Mock(objective=mock.Mock(spec=LanguageModelLoss)))
+    outer = mock.Mock(plan=mock.Mock(fragments=1), sharding=mock.Mock(device="cpu"))
+    monkeypatch.setattr(loop_module, "WholeOuter", lambda *_, **__: outer)
+    monkeypatch.setattr(loop_module, "open_axis", mock.Mock())
+    loop = ElasticLoop(trainer)
+    loop._rules, loop._cell = mock.Mock(groups=2), [1, 5, 7]
+    inner = mock.Mock(wait_seconds=0.0)
+    loop.loader(inner).step(16, 16)
+    inner.step.assert_called_once_with(5 * 16 + 2 * 2, 16)
+    assert trainer.guard.first_sample(16) == 84
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,7 @@ def test_nan_loss_report_names_the_micro_batch_and_its_samples(late, tmp_path):
 def test_long_report_is_truncated_and_counts_the_rest():
     norms = {f"p{i}": float("inf") for i in range(10)}
     reports = [StepReport(rank, 5, 1.0, float("nan"), [float("nan")], [], norms) for rank in range(12)]
-    lines = describe(reports[0], reports, first_sample=0, micro_batch_size=1).splitlines()
+    lines = describe(reports[0], reports, first_sample=0, micro_batch_size=1, data_size=1).splitlines()
     assert len(lines) == 1 + 8 + 8 + 1
     assert lines[9] == "p0: the norm of the gradient is inf, every rank's own gradient was finite"
     assert lines[-1] == "and 6 more"
@@ -325,8 +325,17 @@ def test_long_report_is_truncated_and_counts_the_rest():
 
 def test_report_of_one_rank_names_it_although_its_gradients_are_not_reduced():
     report = StepReport(0, 5, 1.0, INF, [1.0], None, {"p": INF})
-    lines = describe(report, [report], first_sample=0, micro_batch_size=1).splitlines()
+    lines = describe(report, [report], first_sample=0, micro_batch_size=1, data_size=1).splitlines()
     assert lines[1:] == ["p: the norm of the gradient is inf, from rank 0"]
+
+
+def test_report_names_the_samples_of_a_job_that_shares_a_run_with_others():
+    watched = Watched()
+    watched.guard.plan = plan_batches(BatchConfig(micro_batch_size=2, train_iters=200), data_parallel_size=4)
+    watched.guard.first_sample = {0: 100}.__getitem__  # the second half of a global batch of 8 begins at sample 100
+    evidence = watched.guard.evidence(torch.tensor([1.0, NAN]), GradNorm(torch.ones(()), [], torch.zeros(0), 1.0))
+    with pytest.raises(NotFiniteError, match=r"loss of micro-batch 1 \(samples 108 to 109\) is not finite on rank 0"):
+        watched.guard.allows(1, NAN, 1.0, evidence)
 
 
 def test_report_names_the_loss_scale_of_the_step():
@@ -335,4 +344,4 @@ def test_report_names_the_loss_scale_of_the_step():
         (512.0, "norm inf at the loss scale 512 (see --loss-scale"),
     ):
         report = StepReport(0, 5, 1.0, INF, [1.0], [], {}, scale)
-        assert expected in describe(report, [report], first_sample=0, micro_batch_size=1)
+        assert expected in describe(report, [report], first_sample=0, micro_batch_size=1, data_size=1)
