@@ -89,7 +89,7 @@ def product() -> list[File]:
 
 @pytest.fixture(scope="module")
 def library(product) -> list[File]:
-    """Return the source files of the package megazpp, without the programs."""
+    """Return the source files of the package megazpp, including kernels/, but not pretrain_gpt.py and tools/."""
     return [file for file in product if file.name.startswith("megazpp")]
 
 

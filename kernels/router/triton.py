@@ -28,7 +28,10 @@ NUM_WARPS = 4
 def route(
     logits: Tensor, bias: Tensor | None, choice: Tensor | None, totals: Tensor | None, settings: RouterSettings
 ) -> Routed:
-    """Choose the experts of all tokens, and compute factors, losses and totals; see `router.find_router`."""
+    """Choose the experts of all tokens, unless `choice` gives them, and compute factors, losses and totals.
+
+    `megazpp.kernels.router.find_router` describes the arguments.
+    """
     (tokens, num_experts), device = logits.shape, logits.device
     batch, shape = settings.batch, _shape(logits, settings)
     num_blocks = triton.cdiv(tokens, shape["BLOCK"])

@@ -221,7 +221,8 @@ def _rank_files(checkpoint: Path) -> list[Path]:
 def _read_config(settings: Settings) -> dict[str, Any]:
     """Return the fields of GPTConfig for the arguments of a Megatron-LM run.
 
-    Arguments that older versions of Megatron-LM do not have get the values by which these versions compute.
+    An argument may be missing because the run's version of Megatron-LM is older. Its field then gets the value that
+    describes what that version computes.
 
     Raises:
         ValueError: an argument has a value that is not supported. The message names it.

@@ -28,11 +28,11 @@ INSIDE, OUTSIDE, DISCARDED = 1, 2, 4
 
 
 class Ballot(NamedTuple):
-    """The votes of all ranks before one forward: which weights to send between nodes, and whether gradients wait.
+    """The votes of all ranks before one forward: which weights to send between nodes, and what happens to gradients.
 
     Attributes:
-        own: votes of this rank: for each unit, which weights this rank must send, and at the end one vote about
-            gradients.
+        own: votes of this rank as bit masks: for each unit, which weights this rank must send; and at the end the sum
+            of INSIDE, OUTSIDE and DISCARDED that holds for this rank.
         work: task that exchanges the votes and returns the bitwise or of all ranks' votes.
     """
 

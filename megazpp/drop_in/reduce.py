@@ -221,7 +221,9 @@ class UnusedParameters:
         self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []
 
     def begin(self, used: set[int], reduced: Iterable[int]) -> None:
-        """Record for which parameters this rank has a gradient; call this before FSDP2 reduces the unit's gradients.
+        """Record which parameters have no `.grad` yet, and for which this rank has had a gradient since then.
+
+        Call this before FSDP2 reduces the unit's gradients.
 
         Args:
             used: indices of the parameters that have a gradient on this rank.

@@ -82,7 +82,8 @@ class WatchedGather(ProgramGather):
         # With weight deltas, the second one is the checksum of all parameters, and the first one is not used. None
         # before the shards are first sent
         self._sums: torch.Tensor | None = None
-        # Tensors of a checkpoint that `load_kept` has got, by name, until `restore_kept` uses or drops them
+        # Tensors of a checkpoint, by name, which `load_kept` stores here until `restore_kept` copies or discards them;
+        # otherwise empty
         self._loaded: dict[str, torch.Tensor] = {}
 
     @property

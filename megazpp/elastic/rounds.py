@@ -264,7 +264,7 @@ class Rounds:
         return {str(c["commit"]): c | {"set": [self._for_rank(entry, rank) for entry in c["set"]]} for c in kept}
 
     def take_news(self) -> News:
-        """Return the records, log lines and rows of rounds.jsonl since the last call."""
+        """Return the records of the journal, the log lines and the rows of rounds.jsonl since the last call."""
         taken, self.news = self.news, News([], [], [])
         return taken
 

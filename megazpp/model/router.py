@@ -77,8 +77,9 @@ class Router(nn.Module):
     the balance loss, forward all-reduces counts [B, E] over tp and over cp, because their ranks hold different tokens
     of a sequence.
 
-    On CUDA the kernels of kernels/router compute the same in few launches. They support neither the argument `counted`
-    of `forward`, nor a balance loss whose sequences are split over tp or cp ranks. With these kernels the gradient of
+    On CUDA the kernels of kernels/router compute the same in few launches. PyTorch's operations compute it instead if
+    `forward` gets the argument `counted`, if the sequences of a balance loss are split over tp or cp ranks, or if
+    `find_router` returns None. With these kernels the gradient of
     the logits is rounded to the dtype of x before the matrix products with x and with the weight, as in all other
     layers.
 

@@ -58,7 +58,8 @@ class WeightStore:
             index: index of the message in the file.
             buffer: [bytes of the message] uint8 on the CPU, which the method fills.
         Raises:
-            DamagedError: the message does not have the CRC-32 that is stored in the file. The file has been removed.
+            DamagedError: at the first read of a message, its CRC-32 differs from that in the file. The method has then
+                removed the file.
         """
         view, done = _bytes_of(buffer), 0
         while count := os.preadv(self._file.fileno(), [view[done : done + _AT_ONCE]], self.starts[index] + done):

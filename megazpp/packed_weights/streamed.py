@@ -322,10 +322,10 @@ class PackedMatrix:
         return self.parts
 
     def _pieces(self, rows: range) -> Iterator[tuple[int, torch.Tensor]]:
-        """Unpack some rows of this matrix piece by piece, and yield (index of the first row, [rows, columns]).
+        """Unpack some rows of this matrix piece by piece, and yield (index of the piece's first row, piece).
 
-        Pieces are in the compute dtype. All pieces may use the same buffer, so a piece is valid only until the next
-        piece is requested.
+        The index counts rows of this matrix. A piece has shape [rows of the piece, columns of the matrix] and the
+        compute dtype. All pieces may use the same buffer, so a piece is valid only until the next piece is requested.
 
         Args:
             rows: indices of the rows of this matrix to unpack.

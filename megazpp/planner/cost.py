@@ -105,8 +105,8 @@ class Calibration(NamedTuple):
 # Core Programmability, Performance & Precision (arXiv 1803.04014). The planner assumes the same fraction for A100 and
 # for the 700 W H100.
 V100_MATRIX_SHARE = 0.664
-# Most multiprocessors that a collective of NCCL occupies (MAXCHANNELS). A collective delays the compute that overlaps
-# with it by NCCL_BLOCKS / multiprocessors of the collective's seconds.
+# Largest number of multiprocessors that one collective of NCCL occupies (MAXCHANNELS). On a GPU with M multiprocessors,
+# a collective of t seconds delays the compute that overlaps with it by t * NCCL_BLOCKS / M seconds.
 NCCL_BLOCKS = 32
 # Microseconds of the host per launch of a kernel or collective, with the Python code around it. Measured: 2.3, 2.9 and
 # 4.1 ms of CPU time per layer and micro-batch for gpt_1b3 with ZeRO-3, --zeropp, and --zeropp with 2 tensor-parallel

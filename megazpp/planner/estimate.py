@@ -137,7 +137,9 @@ class Estimate(NamedTuple):
 
 
 class Estimator:
-    """Estimator of the memory, communication and time of training runs on one cluster, for --plan.
+    """Estimator of the memory, communication and time of training runs on one cluster.
+
+    It serves --plan and the choice of a format for --zero-weight-delta auto.
 
     Args:
         cluster: nodes and ranks, with the device and links of the cluster file if there is one.

@@ -1,4 +1,4 @@
-"""Optional feature of pretraining: the estimates of --plan, and the choice of --zero-weight-delta auto."""
+"""Optional feature of pretraining: the estimates of --plan, and the choice of a format for --zero-weight-delta auto."""
 
 from __future__ import annotations
 

@@ -256,10 +256,11 @@ def _contexts(estimator: Estimator, own: Estimate) -> Iterator[str]:
 
 
 def _takes(diloco: DilocoPlan) -> str:
-    """Return words for the report: what the sufficient network bandwidth means for a synchronization of DiLoCo.
+    """Return what the report says about the bytes of a synchronization of DiLoCo on a network that is fast enough.
 
-    The words complete "a synchronization's bytes ... with at least 10 Gbit/s". With a delay between sending and
-    merging: "overlap with the steps of its delay". Without delay: "take at most 5 % of the time".
+    The report names the smallest bandwidth that is fast enough, for example 10 Gbit/s. The returned words fill the gap
+    in "a synchronization's bytes ... with at least 10 Gbit/s". With a delay between sending and merging they are
+    "overlap with the steps of its delay". Without delay they are "take at most 5 % of the time".
     """
     return "overlap with the steps of its delay" if diloco.delay else f"take at most {100 * EXPOSED:g} % of the time"
 

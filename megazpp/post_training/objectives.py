@@ -376,6 +376,9 @@ def scores_of(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def last_places(mask: torch.Tensor) -> torch.Tensor:
     """Return the [B] positions of the last token of each row's answer, as indices of input tokens.
 
+    If this token is the label of the last input, and itself no input, the result is S - 1. For a row without an answer
+    the result is min(1, S - 1).
+
     Args:
         mask: [B, S] loss mask of B rows with S tokens, 1 where the label is a token of the answer. The label at t is
             the input at t + 1.

@@ -120,7 +120,8 @@ def plan_models(
         if settings is not None and post.needs_reference:
             base = asked_in(lora.base_weight_bits)
             once[Memory.UNPACKED] = max(once[Memory.UNPACKED], base[Memory.UNPACKED])
-        # dpo runs the reference model in each micro-batch, with the gradients of earlier micro-batches in memory
+        # Without --precompute-ref-log-probs, dpo runs the reference model in each micro-batch, while the gradients of
+        # earlier micro-batches are in memory. With it, there are no gradients yet, and this plan is an upper bound.
         if not post.draws:
             once |= {kind: training[kind] for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS)}
         phases["asking"] = standing + reward + reference + Counter(once)

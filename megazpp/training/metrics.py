@@ -323,7 +323,10 @@ class Meter:
         }
 
     def tokens_of(self, step: StepRecord) -> int:
-        """Return the number of tokens of a step's forward passes over all ranks, from the step's record."""
+        """Return the number of tokens of a step's forward passes on all data ranks, from the step's record.
+
+        If samples differ in length, call this only after a log line has summed the record's `tokens` over data ranks.
+        """
         return step.global_batch_size * self.seq_length if step.tokens is None else step.tokens
 
 

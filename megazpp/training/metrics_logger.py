@@ -173,8 +173,8 @@ class MetricsRecorder:
         self.last_validation: tuple[int, float] | None = None  # iteration and result; None before the first validation
         self._sent_before = list(NOTHING_SENT.values())  # bytes that this rank had sent at the last log line, by wire
         self._norms: deque[float] = deque(maxlen=100)  # gradient norms of the last 100 steps
-        # Records since the last log line whose `tokens` is still this data rank's number; empty if all samples have the
-        # same length
+        # Records since the last log line whose `tokens` counts only this data rank's tokens, until the next log line
+        # replaces it by the sum over data ranks. Empty if all samples have the same length.
         self._uneven: list[StepRecord] = []
 
     def step(self, record: StepRecord, *, last: bool) -> None:

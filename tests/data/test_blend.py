@@ -89,7 +89,10 @@ def write(prefix: Path, *, documents: int, length: int = 16, first_id: int = 0) 
 
 
 def split_of(folder: Path, sources: Sequence[DataSource], bounds: tuple[float, float] = (0.0, 1.0), **how: Any) -> Any:
-    """Build the dataset of one split, with its index cache in `folder`. By default it has 40 samples of 8 tokens."""
+    """Build the dataset of one split, with its index cache in `folder`.
+
+    By default the dataset has 40 samples with a sequence length of 8 tokens. `how` replaces arguments of `build_split`.
+    """
     options = {"weights": None, "num_samples": 40, "seq_length": 8, "seed": 1, "vocab_size": 100}
     return build_split("train", sources, bounds=bounds, cache_path=folder / "cache", **(options | how))
 

@@ -218,7 +218,7 @@ def on_a_mesh_by_parameter(model: nn.Module) -> None:
 
 
 class Gathered(TwoTensor):
-    """A tensor subclass that defines its own all-gather for FSDP2, like float8 weights."""
+    """A tensor subclass with FSDP2's hooks before and after its all-gather, like float8 weights."""
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any: ...
 

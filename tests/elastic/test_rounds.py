@@ -476,7 +476,7 @@ def world_with_contributions(count: int, publish: list[int]) -> World:
 
 
 def test_group_that_takes_no_step_although_its_ranks_report_is_out():
-    """A group may take 16 s for a step here: 10 s, plus 20 times its seconds per step. Others then get its samples."""
+    """Groups need 0.3 s per step here. One without a step for 10 s + 20 * 0.3 s is out; others get its samples."""
     world = world_with_contributions(2, publish=[])
     world.groups[1].steps, world.groups[1].cell = 2, [1, 2, 4]
     for group in world.groups.values():

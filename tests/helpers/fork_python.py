@@ -85,7 +85,9 @@ def forked_python(*modules: str) -> Path:
         return Path(os.environ[PROGRAMS])
     client, listener = make_client()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with listener:  # clients can connect at once, and wait for the server's imports
+    # The socket listens already, so clients can connect at once, and wait until the server has finished its imports.
+    # `with` closes this process's copy of the socket.
+    with listener:
         files = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()]}
         words = [sys.executable, __file__, str(listener.fileno()), *(modules or MODULES)]
         _servers.append(subprocess.Popen(words, env=env, start_new_session=True, **files))

@@ -110,7 +110,8 @@ class Run:
         tracker: writer of the run's records; None for a `FakeTracker`.
         start: progress from which the training resumes.
         bad: iteration whose numbers are not finite; None for no such iteration.
-        events: list to which launches, reads and saves are appended, in order; None for a new list.
+        events: list to which the launch of each step, the reading of its result and each save are appended, in order;
+            None for a new list.
         length: --train-iters or --train-samples by field name; None for as many steps as there are losses.
         loop: fields of StopConfig.
 

@@ -24,8 +24,9 @@ PLANNERS = [
 
 
 def megatrons_loop(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Order samples like Megatron: take each from the dataset with the largest share * max(n, 1) - taken.
+    """Order samples like Megatron: take sample n from the dataset with the largest share * max(n, 1) - taken.
 
+    A dataset's share is its normalized weight, and `taken` the number of samples that were taken from it before n.
     Return for each sample the index of its dataset, and its number within the dataset.
     """
     shares, taken = weights / np.sum(weights), np.zeros(len(weights))

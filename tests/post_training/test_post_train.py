@@ -465,7 +465,7 @@ def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
     for name, flags, moves in (("biases-kept", "", False), ("biases-moved", "--update-expert-bias", True)):
         post_train(home, name, f"{SFT} {ONE_RANK} --train-iters 2 {flags}", load="biased")
         assert all(torch.equal(*pair) != moves for pair in zip(biases(home / name), before, strict=True)), name
-    # Generate and convert from a LoRA run whose base has biases of experts.
+    # Generate and convert from a LoRA run whose base has routers with expert biases.
     post_train(home, "biased-lora", f"{SFT} {ONE_RANK} --train-iters 2 --lora-r 2", load="biased")
     tool(home, "generate", "--load biased-lora --prompt Say --sample-tokens 2")
     for name, flags in (("merged", "--to megazpp"), ("exported", ""), ("parts", "--keep-adapters")):

@@ -18,7 +18,7 @@ from megazpp.planner.trace import BACKWARD, FORWARD, TraceRecorder
 from megazpp.tensor_parallel import cross_entropy
 from megazpp.tensor_parallel.cross_entropy import BLOCKS, linear_cross_entropy
 
-SEQ, BATCH = 13, 3  # odd sizes
+SEQ, BATCH = 13, 3  # odd sizes, so that the last block of tokens is not full
 TOKENS = SEQ * BATCH
 # Bytes of a chunk of logits that give: all columns of all tokens; all columns, but only five tokens at a time (in
 # fp32); or 128 columns of all tokens

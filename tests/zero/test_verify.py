@@ -1,6 +1,6 @@
 """Test the verification of gathered weights.
 
-A wrong bit is reported with its unit and its ranks, and a run without errors keeps its losses.
+A wrong bit is reported with its unit and its ranks. In a run without errors, the verification changes no loss.
 """
 
 from typing import Any

@@ -8,8 +8,9 @@
 Flags after `--` are passed to pretrain_gpt.py in all variants.
 
 The same rank processes hold the models of all variants and run their steps in turn, so that other load on the machine
-affects all variants alike. A round measures each variant once at one rate. The tables show medians over rounds; ratios
-are medians of the ratios within rounds. Rates change while the processes run. With local steps, a sample is a whole
+affects all variants alike. A round measures each variant once at one rate; each such measurement is a sample. The
+tables show medians over rounds. A relative speed is the median over rounds of ZeRO-3's seconds divided by the variant's
+seconds. Rates change while the processes run. With local steps, a sample is a whole
 cycle from one synchronization of DiLoCo to the next, reported per step. Bytes are read from the network interfaces and
 compared with the program's own counters. Each round is saved to samples.json in the --out folder. The same command
 resumes an interrupted benchmark from this file. Root and iproute2 are needed, except with --local.
