@@ -144,7 +144,8 @@ class SafeReader:
     def read_whole(self, key: str) -> torch.Tensor:
         """Return the complete tensor of a key on the CPU, in the dtype in which it was saved."""
         entry = self.tensors()[key]
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with errors_as(f"{self.path}: the index describes {key} wrongly", (RuntimeError, TypeError)):
+            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         self.read_box(key, (0,) * whole.dim(), whole)
         return whole
 

@@ -251,6 +251,9 @@ def test_index_that_does_not_fit_the_stored_tensors_is_refused(saved, tmp_path):
         for place in [place for place in index.storage_data if place.fqn == KEY]:
             index.storage_data[place] = dataclasses.replace(index.storage_data[place], length=-1)
 
+    def with_negative_size(index: Any) -> None:
+        index.state_dict_metadata[KEY].size = (-1,)
+
     def without_tensors(index: Any) -> None:
         index.state_dict_metadata = None
 
@@ -259,6 +262,7 @@ def test_index_that_does_not_fit_the_stored_tensors_is_refused(saved, tmp_path):
         with_smaller_tensor: f"{KEY} is stored as torch.*, but the index describes torch.float32",
         with_fewer_dimensions: f"the index describes {KEY} wrongly: tuple index out of range",
         with_negative_length: f"{KEY} cannot be read as a tensor: .*Invalid argument",
+        with_negative_size: f"the index describes {KEY} wrongly: .*negative dimension",
         without_tensors: "metadata cannot be read: it is not the index of a checkpoint",
     }
     for change, message in wrong.items():
