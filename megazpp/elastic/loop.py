@@ -15,6 +15,7 @@ import contextlib
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ LEAVING_SECONDS = 10.0  # longest time that a leaving group waits for the commit
 FAREWELL_SECONDS = 60.0
 SAVE_SECONDS = 600.0  # longest time that a group waits, at the end of the run, for the saves of other groups
 POLL_SECONDS = 20.0  # longest time that rank 0 waits for the coordinator while the other ranks wait in a collective
+REPORTED_STEPS = 10_000  # number of last steps that a report about a NaN can name; more than an interval has
 SMOOTHING = 0.3  # weight of the last step in the moving average of the seconds per step
 
 
@@ -72,9 +74,9 @@ class ElasticLoop:
         self._batches, self._rules = run.plan.batches, elastic.rules
         self._flags, self._axis = run.config.section(ElasticConfig), open_axis(self._dims)
         self._stopped, self._say = trainer.stopped, run.context.log
-        # By consumed samples before a step: index of the step's first sample, for the report about a NaN
-        self._first_samples: dict[int, int] = {}
-        trainer.guard.first_sample = self._first_samples.__getitem__
+        # (consumed samples before a step, index of the step's first sample) of the last steps, for a report about a NaN
+        self._first_samples: deque[tuple[int, int]] = deque(maxlen=REPORTED_STEPS)
+        trainer.guard.first_sample = lambda consumed_samples: dict(self._first_samples)[consumed_samples]
         self.outer = outer = WholeOuter(
             parts.built.sharding,
             diloco,
@@ -251,7 +253,8 @@ class ElasticLoop:
             raise StopRequested("received a stop signal, or the run ended, while this group waited for samples")
         batches, (column, step, _) = self._batches, self._cell
         share = batches.data_parallel_size // self._rules.groups * batches.micro_batch_size
-        first = self._first_samples[consumed_samples] = step * batches.global_batch_size + column * share
+        first = step * batches.global_batch_size + column * share
+        self._first_samples.append((consumed_samples, first))
         return first
 
     def _count_step(self) -> None:
