@@ -242,7 +242,7 @@ def listening() -> set[tuple[str, int]]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "::1"])
 def test_store_of_rank_0_listens_only_at_the_loopback_address_that_is_given(host):
     try:
-        port = str(listen(Address("::1", 0)).getsockname()[1])
+        port = str(listen(Address(host.strip("[]"), 0)).getsockname()[1])
     except OSError:
         pytest.skip("this machine has no IPv6")
     before, env = listening(), {"MASTER_ADDR": host, "MASTER_PORT": port}
