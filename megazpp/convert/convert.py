@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from megazpp.base.files import remove, renamed_when_done, try_lock
-from megazpp.base.program import errors_as
+from megazpp.base.files import errors_as, remove, renamed_when_done, try_lock
 from megazpp.checkpoint.folder import TRACKER, CheckpointFolder
 from megazpp.checkpoint.metadata import IMPORTED_FROM, SCORE_PAD, SHAPE, CheckpointMetadata, found_from_anywhere
 from megazpp.checkpoint.read import find_weights
@@ -158,7 +157,8 @@ def export(
         say("note: the policy's value head (scalar_head) is left out, because a language model has none")
         model = model._replace(tensors={name: entry for name, entry in model.tensors.items() if name != HEAD})
     name, tokenizer = class_name(model), open_tokenizer(source, record, given, say)
-    for note in (*(() if tokenizer is None else find_differences(tokenizer)), *rounding_notes(model, model.dtype)):
+    differences = () if tokenizer is None else find_differences(tokenizer)
+    for note in (*differences, *rounding_notes(model, model.dtype)):
         say(f"note: {note}")
     with whole_folder(target) as folder:
         ids, ends = write_tokenizer_files(folder, tokenizer), {None if tokenizer is None else tokenizer.eod}

@@ -112,12 +112,12 @@ def rounding_notes(model: Model, dtype: torch.dtype) -> tuple[str, ...]:
         model: model in a Hugging Face folder.
         dtype: dtype in the folder's config.json, to which `from_pretrained` converts the weights.
     """
-    beyond = {name: entry for name, entry in model.tensors.items() if torch.promote_types(entry.dtype, dtype) != dtype}
-    rounded = [name for name in beyond if not name.endswith("expert_bias")]
+    dtypes = {name: entry.dtype for name, entry in model.tensors.items() if not name.endswith("expert_bias")}
+    rounded = [name for name, stored in dtypes.items() if torch.promote_types(stored, dtype) != dtype]
     if not rounded:
         return ()
-    stored = f"{rounded[0]} is stored in {beyond[rounded[0]].dtype}"
-    return (f"{CONFIG} asks for {dtype}, to which from_pretrained rounds {len(rounded)} weights: {stored}",)
+    example = f"{rounded[0]} is stored in {dtypes[rounded[0]]}"
+    return (f"{CONFIG} asks for {dtype}, to which from_pretrained rounds {len(rounded)} weights: {example}",)
 
 
 def _check_alone(folder: Path, adapter: Path | None) -> None:

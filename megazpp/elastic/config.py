@@ -70,11 +70,12 @@ class ElasticConfig(FeatureConfig):
         if self.diloco_coordinator is None:
             return
         host, _ = parse_address(self.diloco_coordinator, "--diloco-coordinator")
-        for reason, address in (
-            (f"--diloco-coordinator {self.diloco_coordinator} is not on this machine", host),
-            (f"--diloco-listen {self.diloco_listen} lets other machines connect", self.host("diloco_listen") or host),
-        ):
-            if self.diloco_secret_file is None and not is_loopback(address):
+        reachable = {
+            f"--diloco-coordinator {self.diloco_coordinator} is not on this machine": host,
+            f"--diloco-listen {self.diloco_listen} lets other machines connect": self.host("diloco_listen"),
+        }
+        for reason, address in reachable.items():
+            if self.diloco_secret_file is None and address is not None and not is_loopback(address):
                 raise ValueError(
                     f"{reason}, and needs --diloco-secret-file: give the file with the secret with which "
                     "tools/coordinate.py was started"
