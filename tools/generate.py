@@ -102,7 +102,8 @@ from megazpp.parallel.roll_call import report_tracebacks
 
 report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 
-from megazpp.base.program import UserError, errors_as, user_errors
+from megazpp.base.files import errors_as
+from megazpp.base.program import UserError, user_errors
 from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.dataset import build_tokenizer
 from megazpp.data.documents import read_records

@@ -18,8 +18,9 @@ begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also durin
 
 import numpy as np
 
+from megazpp.base.files import errors_as
 from megazpp.base.flags import Config, flag
-from megazpp.base.program import errors_as, program_of
+from megazpp.base.program import program_of
 from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 

@@ -19,9 +19,9 @@ from megazpp.base.program import begin
 
 begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
-from megazpp.base.files import check_prefix
+from megazpp.base.files import check_prefix, errors_as
 from megazpp.base.flags import Config, flag
-from megazpp.base.program import errors_as, program_of, say
+from megazpp.base.program import program_of, say
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, check_output
 from megazpp.data.indexed_dataset import IndexedDataset
 

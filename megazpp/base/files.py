@@ -158,15 +158,12 @@ def make_writable(path: str | Path, flag: str) -> Path:
     """
     path = Path(path).expanduser()
     probe = path / f".{uuid.uuid4().hex}"
-    try:
+    with errors_as(f"{flag} {path} is not a folder that can be written to", OSError, remedy="choose another folder"):
         path.mkdir(parents=True, exist_ok=True)
         try:
             write_synced(probe, bytes(PROBE_BYTES))
         finally:
             probe.unlink(missing_ok=True)
-    except OSError as error:
-        problem = f"{flag} {path} is not a folder that can be written to: {cause(error)}; choose another folder"
-        raise ValueError(problem) from error
     return path
 
 
@@ -208,6 +205,28 @@ def errors_naming(path: Path) -> Iterator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
+
+
+@contextlib.contextmanager
+def errors_as(
+    message: str,
+    kinds: type[Exception] | tuple[type[Exception], ...] = ValueError,
+    *,
+    remedy: str = "",
+    into: type[ValueError] = ValueError,
+) -> Iterator[None]:
+    """Convert an error of the block to a ValueError with the text "`message`: text of the error; `remedy`".
+
+    Args:
+        message: description of the failed action, with the flag or the file.
+        kinds: type or types of the errors to convert.
+        remedy: action for the user; "" for a message that needs no remedy.
+        into: type of the new error, ValueError or a subclass.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise into(f"{message}: {cause(error)}{remedy and f'; {remedy}'}") from error
 
 
 @contextlib.contextmanager

@@ -353,28 +353,6 @@ def user_errors() -> Iterator[None]:
         raise UserError(in_words(error)) from error
 
 
-@contextlib.contextmanager
-def errors_as(
-    message: str,
-    kinds: type[Exception] | tuple[type[Exception], ...] = ValueError,
-    *,
-    remedy: str = "",
-    into: type[ValueError] = ValueError,
-) -> Iterator[None]:
-    """Convert an error of the block to a ValueError with the text "`message`: text of the error; `remedy`".
-
-    Args:
-        message: description of the failed action, with the flag or the file.
-        kinds: type or types of the errors to convert.
-        remedy: action for the user; "" for a message that needs no remedy.
-        into: type of the new error, ValueError or a subclass.
-    """
-    try:
-        yield
-    except kinds as error:
-        raise into(f"{message}: {cause(error)}{remedy and f'; {remedy}'}") from error
-
-
 def in_words(error: BaseException, command_line: Sequence[str] | None = None) -> str:
     """Return a message for users about an error, which a program prints in place of a traceback.
 

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 from torch.utils import serialization
 
-from megazpp.base.files import DamagedError, read_small_file, write_synced
-from megazpp.base.program import errors_as, in_words
+from megazpp.base.files import DamagedError, errors_as, read_small_file, write_synced
+from megazpp.base.program import in_words
 from megazpp.parallel.timeline import FILES, Timeline
 
 NAME, INDEX = "checksums.txt", ".metadata"  # INDEX is torch.distributed.checkpoint's file with shapes and locations

@@ -21,6 +21,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -32,8 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
 
-from megazpp.base.files import DamagedError
-from megazpp.base.program import errors_as
+from megazpp.base.files import DamagedError, errors_as
 from megazpp.checkpoint.checksums import INDEX, SEPARATE, read_checksums
 from megazpp.checkpoint.checksums import NAME as CHECKSUMS
 from megazpp.checkpoint.folder import RECORD
@@ -144,7 +144,7 @@ class SafeReader:
     def read_whole(self, key: str) -> torch.Tensor:
         """Return the complete tensor of a key on the CPU, in the dtype in which it was saved."""
         entry = self.tensors()[key]
-        with errors_as(f"{self.path}: the index describes {key} wrongly", (RuntimeError, TypeError)):
+        with self._errors_of_index(key):
             whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         self.read_box(key, (0,) * whole.dim(), whole)
         return whole
@@ -161,7 +161,7 @@ class SafeReader:
         """
         entry = self.tensors()[key]
         if key not in self._covered:
-            with errors_as(f"{self.path}: the index describes {key} wrongly", (AttributeError, IndexError, TypeError)):
+            with self._errors_of_index(key):
                 self._check_chunks(key, entry)
         if not box.dim():
             offsets, box = (0,), box.view(1)
@@ -213,6 +213,11 @@ class SafeReader:
         """Return the key of a chunk in the index `.metadata`, which has () as offset of a scalar instead of (0,)."""
         key, begins = chunk
         return MetadataIndex(key, begins if self.tensors()[key].size else ())
+
+    def _errors_of_index(self, key: str) -> AbstractContextManager[None]:
+        """Convert the errors that a nonsensical entry of the index causes in the block to a ValueError with the key."""
+        kinds = (AttributeError, IndexError, RuntimeError, TypeError)
+        return errors_as(f"{self.path}: the index describes {key} wrongly", kinds)
 
     def _check_chunks(self, key: str, entry: TensorStorageMetadata) -> None:
         """Raise ValueError unless the chunks of a saved tensor cover each of its elements exactly once."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megazpp.base.program import errors_as
+from megazpp.base.files import errors_as
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megazpp.base.files import errors_naming, sync
-from megazpp.base.program import errors_as
+from megazpp.base.files import errors_as, errors_naming, sync
 from megazpp.convert.model import Deferred, held
 from megazpp.data.tokenizer_folder import import_package
 

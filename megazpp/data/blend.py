@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megazpp.base.program import Problems, errors_as, say
+from megazpp.base.files import errors_as
+from megazpp.base.program import Problems, say
 from megazpp.data.cache import cache_key, load_or_save_arrays
 from megazpp.data.config import parse_blend
 from megazpp.data.gpt_dataset import GPTDataset, Sequences, Source

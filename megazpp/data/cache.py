@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megazpp.base.files import cache_name, locked, remove, renamed_when_done, sync
-from megazpp.base.program import errors_as
+from megazpp.base.files import cache_name, errors_as, locked, remove, renamed_when_done, sync
 
 FLAG = "--data-cache-path"
 

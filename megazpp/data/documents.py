@@ -24,7 +24,8 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, TypeVar, cast
 
-from megazpp.base.program import Problems, errors_as, in_words
+from megazpp.base.files import errors_as
+from megazpp.base.program import Problems, in_words
 from megazpp.data.tokenizer_folder import import_package
 
 T = TypeVar("T")

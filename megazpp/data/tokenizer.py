@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import sentencepiece
 
-from megazpp.base.program import errors_as
+from megazpp.base.files import errors_as
 from megazpp.data.tokenizer_folder import (
     CONFIG,
     DEFINITION,

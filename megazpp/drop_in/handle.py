@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from megazpp.base.program import errors_as
+from megazpp.base.files import errors_as
 from megazpp.drop_in.accumulate import Accumulation
 from megazpp.drop_in.gather import ProgramGather, ProgramRingGather
 from megazpp.drop_in.reduce import ProgramRingReduce, RestoringReduce

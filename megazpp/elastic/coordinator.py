@@ -22,8 +22,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from megazpp.base.address import Address
-from megazpp.base.files import DamagedError, append_line, lock_for_this_job, write_whole
-from megazpp.base.program import errors_as
+from megazpp.base.files import DamagedError, append_line, errors_as, lock_for_this_job, write_whole
 from megazpp.elastic.rounds import HEARTBEAT_SECONDS, RefusedError, Rounds
 from megazpp.elastic.wire import AuthenticatedListener, Channel
 

@@ -14,8 +14,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megazpp.base.files import find_file, read_small_file
-from megazpp.base.program import errors_as
+from megazpp.base.files import errors_as, find_file, read_small_file
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.data.tokenizer_folder import import_package, with_template
 from megazpp.post_training.config import ChatConfig, parse_json, parse_object

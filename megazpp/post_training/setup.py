@@ -11,8 +11,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from megazpp.base.files import errors_as
 from megazpp.base.flags import COMMAND_LINE, DEFAULT, in_use, spelling
-from megazpp.base.program import Problems, errors_as
+from megazpp.base.program import Problems
 from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
@@ -61,9 +62,9 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
             checkpoint to resume belongs to a run with another --objective, or --load names a reward model although
             --objective is not reward.
     """
-    given, problems = parsed.config.checkpoint, Problems()
+    given, objective, problems = parsed.config.checkpoint, post_configs(parsed).training.objective, Problems()
     with problems:
-        if post_configs(parsed).training.objective is None:
+        if objective is None:
             raise ValueError("--objective is missing: give sft, reward, dpo, grpo or ppo")
     with problems:
         if given.load is None:
@@ -79,7 +80,6 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
     if source is None or earlier is None:
         assert given.load is not None
         raise ValueError(CheckpointFolder(given.load, "--load").without_checkpoint())
-    objective = post_configs(parsed).training.objective
     if source.continues:
         earlier.check_same_objective(objective, source.folder.name)
     if objective != "reward":
@@ -282,7 +282,7 @@ def check_same_tokens(folder: CheckpointFolder, record: CheckpointMetadata, toke
         record: metadata of the checkpoint.
         tokenizer: the policy's tokenizer.
     Raises:
-        ValueError: a token id stands for another text than in the policy's tokenizer.
+        ValueError: a token id has another text than in the policy's tokenizer.
     """
     own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
     if own is not None and own.identity != tokenizer.identity:

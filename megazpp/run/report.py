@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import megazpp
-from megazpp.base.files import read_small_file
+from megazpp.base.files import errors_as, read_small_file
 from megazpp.base.flags import render_arguments_block
 from megazpp.base.launcher import find_launcher
-from megazpp.base.program import LAUNCHER_PID, aligned, errors_as
+from megazpp.base.program import LAUNCHER_PID, aligned
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.metadata import found_from_anywhere
 from megazpp.checkpoint.read import Verified, same_folder, saves_where_it_loads

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from megazpp.base.program import GIGA, errors_as, user_errors
+from megazpp.base.files import errors_as
+from megazpp.base.program import GIGA, user_errors
 from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, found_from_anywhere

@@ -38,8 +38,8 @@ from typing import IO
 import torch
 from torch.distributed.tensor import DTensor
 
-from megazpp.base.files import first_free, lock_for_this_job, make_writable, renamed_when_done
-from megazpp.base.program import errors_as, user_errors
+from megazpp.base.files import errors_as, first_free, lock_for_this_job, make_writable, renamed_when_done
+from megazpp.base.program import user_errors
 from megazpp.convert.huggingface import choose_architecture
 from megazpp.convert.model import HEAD, held
 from megazpp.convert.safetensors_file import write_tensors
