@@ -113,7 +113,7 @@ class Accumulation:
     def settle(self) -> None:
         """Wait for the votes about gradients in all forwards since the last call, and act on their results.
 
-        If any rank has discarded its waiting partial sums, drop those of this rank too.
+        If any rank has discarded its waiting partial sums, drop this rank's sums too.
 
         Raises:
             RuntimeError: some ranks have run the forward inside `Handle.accumulate`, others outside of it. All ranks

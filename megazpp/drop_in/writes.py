@@ -351,7 +351,7 @@ class WatchedGather(ProgramGather):
         """Store checksums of the unit's shards, with which later votes detect writes.
 
         Args:
-            of_frozen: False leaves the checksum of the frozen parameters as it is.
+            of_frozen: False leaves the checksum of the frozen parameters unchanged.
         """
         if self._sums is None:
             with torch.inference_mode(False):

@@ -497,7 +497,7 @@ class Rounds:
             self._decide({"lease": [column, first, stop], "group": name})
 
     def _give_up_lost(self) -> None:
-        """Give up what was lost with groups that died before any other group had fetched their messages.
+        """Give up contributions that were lost with groups that died before any other group had fetched their messages.
 
         Published contributions are dropped, so that other groups train their samples again. If no member has, or can
         compute, the outer weights of the current version, all members are removed. Their jobs have to start again.

@@ -134,7 +134,7 @@ class HostMemory(DeviceStates):
 
         Args:
             device: device that computes.
-            num_local: number of ranks on this machine, each of which needs about the same amount of memory.
+            num_local: number of ranks on this machine. Each needs about the same amount of memory.
 
         Raises:
             ValueError: the machine has too little available memory for all its ranks.
@@ -354,7 +354,7 @@ class HostShard:
     # ---- gradients: accumulate them in host memory, and compute their norms ------------------------------------------
 
     def take(self, total: torch.Tensor, *, last: bool) -> torch.Tensor:
-        """Add reduced gradients to those of the current training step in host memory.
+        """Add reduced gradients to the current training step's gradients in host memory.
 
         The task that has summed the gradients over ranks calls this method, in the task's queue.
 

@@ -54,7 +54,7 @@ def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[int], 
 
     Args:
         tokenizer: tokenizer of the model.
-        stops: strings that end a text, some of which may be names of special tokens.
+        stops: strings that end a text. Some may be names of special tokens.
     Returns:
         the token ids that end a text, which are `Tokenizer.stop_ids` and the special tokens in `stops`; and the other
         strings.

@@ -550,7 +550,7 @@ class PositionEmbedding(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """Output layer with its own weight, whose rows are split over tp ranks like those of the word embedding.
+    """Output layer with its own weight, whose rows are split over tp ranks like the rows of the word embedding.
 
     `forward` calls the function `head`, which computes logits or losses from hidden states and the weight. FSDP2
     gathers the weight only for this module's forward, so logits and losses must be computed inside it.

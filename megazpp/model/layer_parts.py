@@ -298,7 +298,7 @@ class SharedGenerator:
     The generator's state is equal on these ranks, and differs between data-parallel ranks.
 
     Args:
-        device: device on which dropout masks are drawn.
+        device: device on which dropout masks are sampled.
         seed: seed of the run.
         data_rank: data-parallel rank of this process.
     """

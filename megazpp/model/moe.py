@@ -226,7 +226,7 @@ class MoE(nn.Module):
 class SharedGate(nn.Module):
     """Sigmoid gate by which the output of a mixture of experts' shared MLP is multiplied: [S, B, H] -> [S, B, 1].
 
-    The input is that of the shared MLP: B sequences of S tokens with H channels.
+    The shared MLP has the same input: B sequences of S tokens with H channels.
 
     Args:
         config: config of the model.

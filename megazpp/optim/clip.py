@@ -227,7 +227,7 @@ def _own_rows(
 ) -> int | None:
     """Return how many rows of this rank's local shard are not padding; None for a parameter without padding rows.
 
-    Each axis of n ranks splits s rows into parts of ceil(s / n) rows, of which the last ones may be shorter. So the
+    Each axis of n ranks splits s rows into parts of ceil(s / n) rows. The last ones may be shorter. So the
     rank's index along the axis gives the first row of its part.
     """
     if name not in rows:

@@ -104,7 +104,7 @@ class WeightReader:
         raise_on_all_ranks(files, lambda: verify_files(checkpoint, rank=files.rank, num_ranks=files.size))
         check_equal_on_all_ranks(files, f"the checkpoint {checkpoint}", checkpoint_digest(checkpoint))
         self._reader, self._tp, self._axis, self._sum = opener.open(checkpoint, record, files), model.tp, place.axis, 0
-        # compare the names and shapes of the saved weights with those of the model
+        # compare the names and shapes of the saved weights with the model's
         parts = {
             name: (tuple(getattr(module, attribute).shape), spec)
             for name, module, attribute, spec in owned_parameters(model)

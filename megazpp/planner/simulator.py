@@ -263,7 +263,7 @@ class Memory(StrEnum):
         WHOLE_GRADIENTS: unsharded gradients.
         BUFFERS: buffers of gathers, reductions and other collectives.
         ACTIVATIONS: activations, with all temporary tensors of forward and backward.
-        FROZEN: shards of frozen weights as they are stored, such as the packed base of LoRA adapters.
+        FROZEN: shards of frozen weights in their stored form, such as the packed base of LoRA adapters.
         UNPACKED: frozen weights that are gathered or unpacked for use.
         REFERENCE: reference model of post-training.
         REWARD: reward model of post-training.

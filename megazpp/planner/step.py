@@ -213,7 +213,7 @@ class StepSimulator:
         """Simulate an optimizer step of `micro_batches` micro-batches, and return its traffic and seconds.
 
         The schedules of gathers learn the order of the units in the first simulated step. So the seconds of the first
-        step differ from those of later steps.
+        step differ from later steps.
         """
         before, start = self.counter.table(), self._simulation.begin_step()
         self._copied_out, self._copied_from, self._sent_from = start, 0, 0
@@ -243,7 +243,7 @@ class StepSimulator:
     def run_forward(self) -> None:
         """Simulate a forward without backward. `ledger` then has the memory of this forward alone.
 
-        `counter` adds the forward's sent bytes to those of earlier simulated steps.
+        `counter` adds the forward's sent bytes to the bytes of earlier simulated steps.
         """
         self._simulation.begin_step()
         self._open_ledger()
@@ -742,7 +742,7 @@ class StepSimulator:
 def expert_axes(layout: Layout) -> tuple[str, str, str]:
     """Return the names of the cross, local and shard axes of experts' parameters.
 
-    With expert parallelism, the local and the shard axis differ from those of other parameters.
+    With expert parallelism, the local and the shard axis differ from the axes of other parameters.
     """
     return ("cross", "expert local", "expert shard") if layout.has_expert_axes else HOP_AXES
 

@@ -118,7 +118,7 @@ def read_examples(
         margins: True to read the column `margin` of pairs as well.
         cache_dir: folder in which tokenized files are cached; None keeps the tokens in memory only.
         log: function that prints a line: before files are tokenized, and about the result.
-        seconds: time limit for a check of the data, of which each file gets an equal part. The default reads all lines.
+        seconds: time limit for a check of the data. Each file gets an equal part. The default reads all lines.
     Raises:
         ValueError: a line does not have the expected columns, or no example is left. The message names the line.
         TimeoutError: the time limit has passed, and all lines read so far are correct.
@@ -185,7 +185,7 @@ def read_prompts(
         tokenizer: tokenizer of the texts.
         template: chat template that converts conversations to text.
         max_prompt_length: largest allowed number of tokens of a prompt.
-        seconds: time limit for a check of the data, of which each file gets an equal part. The default reads all lines.
+        seconds: time limit for a check of the data. Each file gets an equal part. The default reads all lines.
     Raises:
         ValueError: a line has no usable prompt or too long a prompt, or the files have no line.
         TimeoutError: the time limit has passed, and all lines read so far are correct.
@@ -517,7 +517,7 @@ def _each(paths: Sequence[Path], read: Callable[[Record], T], seconds: float) ->
     Args:
         paths: files of JSON lines or Parquet.
         read: function that converts a line; its ValueErrors get the file and the line in their messages.
-        seconds: time limit, of which each file gets an equal part; infinite to read all lines.
+        seconds: time limit, divided equally among the files; infinite to read all lines.
 
     Raises:
         ValueError: a file cannot be read, or `read` refuses a line.

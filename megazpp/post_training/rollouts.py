@@ -398,7 +398,7 @@ class RolloutLoader(StatePart):
                 "so there is no reward to train with; give each completion a number from at least one function"
             )
         self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": float(table[:, -2].sum()) / seconds}
-        # Gather the completions of the first prompts for the log, because those of one prompt may be on several ranks
+        # Gather the completions of the first prompts for the log, because one prompt may have some on each rank
         if config.log_completions:
             names, count = self._reward_names, config.log_completions * config.group_size
             own = {

@@ -88,7 +88,7 @@ def detect_cluster(
     tp: int = 1,
     distinguishes_nodes: bool = True,
 ) -> Cluster:
-    """Return the cluster that --cluster-file, else --emulate-nodes, else the launcher's environment describes.
+    """Return the cluster that --cluster-file describes, or otherwise --emulate-nodes, or the launcher's environment.
 
     Args:
         world_size: number of ranks in the job.

@@ -221,7 +221,7 @@ class Guard:
             failed: True if a group has seen a loss or gradient that is not finite.
             back: True if a group requests a return to the last checkpoint.
         Returns:
-            The value of `back`. After True, weights and moments are those of the last checkpoint, if there is one.
+            The value of `back`. After True, weights and moments come from the last checkpoint, if there is one.
         Raises:
             NotFiniteError: `failed` is True.
         """

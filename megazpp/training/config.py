@@ -1,4 +1,4 @@
-"""The flags of a training run other than those of its batches (batches.py), and the description of its model."""
+"""The flags of a training run except the flags of its batches (batches.py), and the description of its model."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class StepRecorder:
 
         Args:
             spans: this rank's spans of the step.
-            in_flight: this rank's spans of the previous step, some of which may extend into this step.
+            in_flight: this rank's spans of the previous step. Some may extend into this step.
         """
         # ---- select the spans within the step, and sort outer spans before inner ones
         (whole,) = (span for span in spans if span.track == STEP)

@@ -448,7 +448,7 @@ def shard_model(
 def axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
     """Return the axes cross, local and shard that the collectives of the plan `wire` use.
 
-    If both gather and reduction run in two hops, the axes are those of `dims`. Otherwise collectives in one hop run
+    If both gather and reduction run in two hops, the axes are from `dims`. Otherwise collectives in one hop run
     along `ParallelDims.own_shard`, which replaces the axis `shard`. If no collective runs in two hops, `own_shard`
     replaces all three axes, because access to `dims.cross` and `dims.local` would create process groups that nothing
     uses.
