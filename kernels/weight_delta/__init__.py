@@ -12,9 +12,9 @@ all blocks share a capacity of C bytes. A block whose body would end beyond the 
 stay unchanged at every receiver and in the sender's copy of what receivers hold, so the next delta contains these
 changes.
 
-Three implementations agree bit for bit: `native` (C, for CPU tensors), `triton` (for CUDA tensors) and `reference`
-(which defines the bodies, and serves CPUs without a C compiler). The functions assert that shapes, dtypes, strides and
-devices of their arguments match.
+Two implementations agree bit for bit: `native` (C, for CPU tensors) and `triton` (for CUDA tensors). format.py defines
+the bodies. There is no implementation for CPUs without a C compiler: in PyTorch alone, encoding takes 40,000 times as
+long. The functions assert that shapes, dtypes, strides and devices of their arguments match.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 import megazpp.kernels.weight_delta.native as native
-import megazpp.kernels.weight_delta.reference as reference
 from megazpp.kernels.formats import align
 from megazpp.kernels.triton_module import triton_module
-from megazpp.kernels.weight_delta.reference import BLOCK, EXPONENTS
+from megazpp.kernels.weight_delta.format import BLOCK, EXPONENTS
 
 TRITON = triton_module(__name__)
 
-__all__ = ["decode", "encode", "message_bytes", "numbers"]
+__all__ = ["decode", "encode", "message_bytes", "missing", "numbers"]
 
 NUMBERS = 16  # bytes of the two int64 counters at the start of a message; see the function `numbers`
 
@@ -133,18 +132,21 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], dev
     assert is_contiguous, f"{name} {tuple(x.shape)} has stride {x.stride(-1)} in its last dim instead of 1"
 
 
+def missing(device_type: str) -> str:
+    """Return why this process cannot encode deltas on devices of a type, "cpu" or "cuda"; "" if it can."""
+    if device_type == "cpu":
+        return native.library().missing
+    return "" if TRITON is not None else "Triton is not installed: pip install triton"
+
+
 def _implementation(tensor: Tensor) -> ModuleType | None:
-    """Return the module that encodes deltas on this tensor's device: native (C), reference (torch) or triton.
+    """Return the module that encodes deltas on this tensor's device: native (C) or triton.
 
     None for a FakeTensor and for an empty tensor, for which nothing is computed.
     """
     if isinstance(tensor, FakeTensor) or tensor.numel() == 0:
         return None
-    if tensor.device.type == "cpu":
-        return reference if native.library().missing else native
-    if TRITON is None:
-        raise ValueError(
-            f"lossless deltas of {tensor.device.type} tensors require Triton, which is not installed: pip install"
-            " triton"
-        )
-    return TRITON
+    device_type = tensor.device.type
+    if problem := missing(device_type):
+        raise ValueError(f"lossless deltas of {device_type} tensors cannot be computed: {problem}")
+    return native if device_type == "cpu" else TRITON

@@ -1,4 +1,4 @@
-/* Lossless deltas of 16-bit weights in C: writes the same bytes as reference.py, which defines the encoding.
+/* Lossless deltas of 16-bit weights in C: format.py defines the encoding.
 
 A block of weights is loaded, encoded and stored while it is in the L1 cache. Compilers vectorize the loops over all
 elements of a block for the CPU that -march=native selects. Loops that shift each element by its own count use 32-bit
@@ -30,7 +30,7 @@ is one instruction. Other CPUs use plain C, and so do all CPUs if the compiler's
 #define INLINE static inline __attribute__((always_inline))
 #define LIKELY(condition) __builtin_expect(!!(condition), 1)
 
-/* Shift and mask of the exponent, and an offset that is added to it; see EXPONENTS in reference.py. All functions with
+/* Shift and mask of the exponent, and an offset that is added to it; see EXPONENTS in format.py. All functions with
 a parameter `f` are inlined, which makes these numbers constants in vectorized loops. */
 struct format {
     int shift, mask, above;
@@ -44,7 +44,7 @@ union lanes {
     uint32_t two[BLOCK / 2];
 };
 
-/* Number 16-bit floats by increasing value; see `order` in reference.py. */
+/* Number 16-bit floats by increasing value. */
 INLINE uint16_t order(uint16_t bits) { return bits ^ (uint16_t)(((int16_t)bits >> 15) & 0x7FFF); }
 
 INLINE int16_t exponent(uint16_t bits, struct format f) { return (int16_t)(((bits >> f.shift) & f.mask) + f.above); }
@@ -343,7 +343,7 @@ INLINE void encode(
     numbers[1] = left_out;
 }
 
-/* Encode the lossless delta from old to new weights; see `encode` in reference.py. */
+/* Encode the lossless delta from old to new weights; see native.py. */
 void megazpp_encode(
     const uint16_t *new, const uint16_t *old, int64_t size, int64_t fp16, uint8_t *kinds, uint8_t *halves,
     uint8_t *body, int64_t capacity, int64_t *numbers
@@ -395,7 +395,7 @@ static void decode_values(const uint8_t *at, const uint16_t *masks, int count, u
     }
 }
 
-/* Return the new weight for an old weight and its encoded change z (see reference.py). */
+/* Return the new weight for an old weight and its encoded change z (see format.py). */
 INLINE uint16_t moved(uint16_t old, uint16_t z) {
     return order(order(old) + (uint16_t)((uint16_t)(z >> 1) ^ (uint16_t) - (z & 1)));
 }
@@ -445,7 +445,7 @@ INLINE void decode(
     }
 }
 
-/* Apply a lossless delta to old weights, which become the new weights in place; see `decode` in reference.py. */
+/* Apply a lossless delta to old weights, which become the new weights in place; see native.py. */
 void megazpp_decode(
     const uint8_t *kinds, const uint8_t *halves, const uint8_t *body, int64_t capacity, int64_t size, int64_t fp16,
     uint16_t *weights

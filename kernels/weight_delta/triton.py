@@ -1,4 +1,4 @@
-"""Lossless deltas of CUDA tensors in Triton: each program encodes one block of weights; reference.py defines the bytes.
+"""Lossless deltas of CUDA tensors in Triton: each program encodes one block of weights; format.py defines the bytes.
 
 A block's body, its encoded changes, starts where the bodies of all earlier blocks end. So encoding takes three kernels.
 The first measures the bodies, and the second computes the prefix sum of their lengths in one program. The third writes
@@ -16,19 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megazpp.kernels.weight_delta.reference import BLOCK, EXPONENTS, MOST_QUOTIENTS
+from megazpp.kernels.weight_delta.format import BLOCK, DENSE, EXPONENTS, MOST_POSITIONS, MOST_QUOTIENTS, RAW
 
 VERSION = triton.__version__
 NUM_WARPS = 4
 
 _BLOCK = tl.constexpr(BLOCK)
-_MOST_POSITIONS, _DENSE, _RAW = tl.constexpr(63), tl.constexpr(64), tl.constexpr(255)  # kinds of bodies: reference.py
+_MOST_POSITIONS, _DENSE, _RAW = tl.constexpr(MOST_POSITIONS), tl.constexpr(DENSE), tl.constexpr(RAW)
 _MOST_QUOTIENTS = tl.constexpr(MOST_QUOTIENTS)
 _CHUNK = tl.constexpr(1024)  # blocks of weights per iteration of the prefix sum over the lengths of their bodies
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """Encode the lossless delta from old to new weights, in Triton; see `reference.encode`."""
+    """Encode the lossless delta from old to new weights, in Triton; see `native.encode`."""
     num_blocks = len(kinds)
     # Each row of `plan` has one number per block of weights: the kind of the body with the encoded changes, the
     # exponent c, the bytes of the body, the number of changed elements, and the body's offset in bytes from the first
@@ -42,7 +42,7 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """Apply the lossless deltas of N messages to rows of old weights in place, in Triton; see `reference.decode`.
+    """Apply the lossless deltas of N messages to rows of old weights in place, in Triton; see `native.decode`.
 
     Shapes, for N messages with B blocks, C bytes of bodies and S weights each: kinds and halves [N, B], body [N, C],
     weights [N, S].
@@ -65,7 +65,7 @@ def _constants(dtype: torch.dtype) -> dict[str, int]:
 
 @triton.jit
 def _order(bits):
-    """Map sign-extended bit patterns of 16-bit floats in int32 to ordered integers; see `reference.order`."""
+    """Map sign-extended bit patterns of 16-bit floats in int32 to ordered integers."""
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
@@ -73,7 +73,7 @@ def _order(bits):
 def _load(new, old, size, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr):
     """Load this program's block of weights, and return its changes z, old exponents and new bit patterns, each [256].
 
-    z is the zigzag-encoded change of a weight, as reference.py defines it. Padding has z = 0 and exponent 255.
+    z is the zigzag-encoded change of a weight, as format.py defines it. Padding has z = 0 and exponent 255.
     """
     index = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     inside = index < size

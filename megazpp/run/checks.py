@@ -13,6 +13,7 @@ from megazpp.base.flags import in_use, spelling
 from megazpp.base.program import Problems
 from megazpp.data.dataset import uses_with_data
 from megazpp.kernels.block_quant import backend
+from megazpp.kernels.weight_delta import missing
 from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
 from megazpp.optim.apex import check_apex
@@ -111,6 +112,9 @@ def plan_model(
     lossless = weight_delta is not None and weight_delta.lossless
     wire = plan_comm(config.zero, layout, config.precision.param_dtype, lossless=lossless)
     wire_backends(wire, device_type)  # called for its ValueError: the device may not support block quantization
+    asks_for_deltas = wire.gather is not None and wire.gather.differences and not config.zero.chooses_weight_delta
+    if asks_for_deltas and (problem := missing(device_type)):
+        raise ValueError(f"--zero-weight-delta lossless cannot be used on this machine: {problem}")
     notices = (*layout.cluster.notices, *layout.notices, *products, *wire.notices)
     if weight_delta is not None and config.zero.chooses_weight_delta and wire.gather is not None:
         notices += (weight_delta.describe(),)

@@ -29,6 +29,7 @@ from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, found_from_
 from megazpp.checkpoint.read import LoadSource, Resumed, Verified, check_still_chosen, verify
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState, training_parts
 from megazpp.data.tokenizer import Tokenizer
+from megazpp.kernels.weight_delta import missing
 from megazpp.model.backends import find_product
 from megazpp.optim.build import build_optimizer
 from megazpp.optim.optimizer import LossScaler
@@ -254,6 +255,9 @@ def choose_weight_delta(
     lossless = default_weight_delta(config.precision.param_dtype).lossless
     if not (config.zero.chooses_weight_delta and lossless) or dims.layout.cross == 1:
         return None
+    world = dims.world
+    if problem := next(filter(None, world.share_object(world.gather_objects(missing(device.type)))), ""):
+        return WeightDelta(False, f"lossless deltas cannot be computed: {problem}")
     if config.cluster.cluster_file is None and not config.cluster.measure_links:
         cluster, _ = measure_cluster(config, cluster, dims, device)
 
@@ -269,7 +273,6 @@ def choose_weight_delta(
         )
         return next((choice for choice in found if choice is not None), None)
 
-    world = dims.world
     return world.share_object(raise_on_all_ranks(world, lambda: estimate() if world.rank == 0 else None))
 
 

@@ -9,12 +9,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from helpers import weight_delta as reference
 from helpers.refusals import not_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazpp.kernels.c_library import find_compiler, load_c_library
-from megazpp.kernels.weight_delta import TRITON, decode, encode, message_bytes, native, numbers, reference
+from megazpp.kernels.c_library import CLibrary, find_compiler, load_c_library
+from megazpp.kernels.weight_delta import TRITON, decode, encode, message_bytes, native, numbers
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = [BF16, FP16]
@@ -198,6 +199,13 @@ def test_delta_size_is_bounded_by_learning_rate_and_by_full_weights():
     for rate, share in {1e-6: 0.03, 1e-5: 0.10, 1e-4: 0.22, 1e-3: 0.51, 1.0: 1.0}.items():
         message = sent((old + rate * moves).to(BF16), old.to(BF16))
         assert numbers(message)[0, 0] <= share * 2 * len(old), rate
+
+
+def test_delta_without_a_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: CLibrary(missing="no C compiler found"))
+    weights = torch.zeros(300, dtype=BF16)
+    with pytest.raises(ValueError, match="lossless deltas of cpu tensors cannot be computed: no C compiler found"):
+        encode(weights, weights, torch.empty(message_bytes(300), dtype=torch.uint8))
 
 
 def test_delta_of_no_elements_is_16_bytes():

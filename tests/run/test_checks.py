@@ -1,15 +1,19 @@
 """Test the plan that is made from flags and a cluster, and the errors for flags that contradict each other."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers.refusals import not_refused, table
 from helpers.small_run import SMALL, check, parse
 
 from megazpp.optim.schedule import TrainingProgress
+from megazpp.parallel.axis import MeshAxis
+from megazpp.run import checks, trainer
 from megazpp.run.checks import check_uses, plan_run
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import CommPlan, ZeroConfig
-from megazpp.zero.plan import plan_comm
+from megazpp.zero.plan import WeightDelta, plan_comm
 
 # each line: number of ranks on one node | flags | beginning of the error
 REFUSED = """
@@ -125,6 +129,17 @@ def test_plan_holds_layout_batches_schedule_wire_formats_and_notices():
     spanning = plan_run(parse(f"{SMALL} --tensor-model-parallel-size 4").config, cluster, device_type="cpu")
     assert spanning.notices[0] == "hosts: a, b"
     assert spanning.notices[1].startswith("warning: --tensor-model-parallel-size 4 spans 2 nodes")
+
+
+def test_without_a_c_compiler_lossless_deltas_are_refused_and_auto_takes_int8_blocks(monkeypatch):
+    for module in (checks, trainer):
+        monkeypatch.setattr(module, "missing", lambda device_type: "no C compiler found")
+    with pytest.raises(ValueError, match="--zero-weight-delta lossless cannot be used on this machine: no C compiler"):
+        check("--zeropp --bf16 --zero-weight-delta lossless", nodes=2, ranks_per_node=2)
+    config, cluster = parse(f"{SMALL} --zeropp --bf16").config, Cluster(num_nodes=2, ranks_per_node=2)
+    dims = SimpleNamespace(layout=SimpleNamespace(cross=2), world=MeshAxis("world"))
+    choice = trainer.choose_weight_delta(config, cluster, dims, torch.device("cpu"))
+    assert choice == WeightDelta(False, "lossless deltas cannot be computed: no C compiler found")
 
 
 def test_profiling_and_timeline_flags_that_record_something_pass():

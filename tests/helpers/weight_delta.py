@@ -1,26 +1,7 @@
-"""Lossless deltas of 16-bit weights in plain torch: the definition; C and Triton produce the same bytes.
+"""Lossless deltas of 16-bit weights in plain torch: the reference for the implementations in C and Triton.
 
-Sender and receiver hold the same `old` weights. The changes of each block of 256 elements are encoded as the shortest
-of three bodies, each padded to an even number of bytes:
-
-    body     kind       bytes                                                encodes
-    sparse   n <= 63    c | n positions | remainders | quotients             z - 1 of the n elements that have changed
-    dense    c >= 64    remainders | quotients                               z of all elements
-    raw      255        2 per element                                        the new bits themselves
-
-    z            zigzag of order(new) - order(old) modulo 2^16; order() numbers 16-bit floats by increasing value
-    k            max(c - exponent of old, 0), at most 15: the Rice parameter of an element. AdamW changes all weights
-                 by about the learning rate, so small weights change by more units in the last place. The receiver
-                 computes k from c and the old weight
-    remainders   the low k bits of each value, concatenated
-    quotients    value >> k in unary: that many zeros, then a one
-    c            exponent at which the block's mean change is 1.6 to 3.2 units in the last place
-
-Letters in shapes: S: number of weights; B: number of blocks of 256 weights; C: bytes of all bodies together. Bits are
-numbered from the lowest bit of a byte.
-
-PULSE (arXiv 2602.03839) observed that few 16-bit weights change in a step. The encoding is a Rice code with a parameter
-that depends on the element's old exponent.
+The format is defined in kernels/weight_delta/format.py. Letters in shapes: S: number of weights; B: number of blocks of
+256 weights; C: bytes of all bodies together.
 """
 
 from __future__ import annotations
@@ -29,14 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 256  # number of weights per delta block; their changes are encoded together
-# Kinds of a block's body: 0 to MOST_POSITIONS for a sparse body (the number of changed weights), DENSE to RAW - 1 for a
-# dense body (the exponent c), and RAW.
-MOST_POSITIONS, DENSE, RAW = 63, 64, 255
-MOST_QUOTIENTS = 1024  # most bits of a body's unary quotients; a block that needs more bits is sent as a raw body
-# For each dtype, the shift and mask that extract a weight's exponent, and an offset that is added to the exponent. The
-# offset moves fp16's exponents into the range of c, DENSE to RAW - 1, because a dense block stores c as its kind.
-EXPONENTS = {torch.bfloat16: (7, 0xFF, 0), torch.float16: (10, 0x1F, 96)}
+from megazpp.kernels.weight_delta.format import BLOCK, DENSE, EXPONENTS, MOST_POSITIONS, MOST_QUOTIENTS, RAW
 
 
 def order(bits: Tensor) -> Tensor:
@@ -145,8 +119,7 @@ def _body(z: Tensor, exponents: Tensor) -> tuple[int, Tensor]:
         or if their quotients take too many bits. The bytes are zeros then, which `encode` replaces by the new weights.
     """
     # ---- compute the exponent c, which determines the Rice parameters, from the block's mean change, measured in units
-    # in the last place of its highest exponent. 255 marks padding, and in bf16 also infinities and NaN. The top of this
-    # file defines c.
+    # in the last place of its highest exponent. 255 marks padding, and in bf16 also infinities and NaN. See format.py.
     highest = int(exponents.where(exponents < 255, 0).max())
     total = int(((z.long() << 6) >> (highest - exponents).clamp(0, 31)).sum())
     c = min(max(highest + ((total >> 3) * 5).bit_length() - 14, DENSE), RAW - 1)
