@@ -189,7 +189,7 @@ class RunFolder:
         """
         file = self.path / name
         if file.exists():
-            if file.read_text() == text:
+            if file.read_bytes() == text.encode():
                 return file
             kept = first_free(lambda number: file.with_name(f"{file.stem}.{number}{file.suffix}"))
             write_whole(kept, file.read_bytes())

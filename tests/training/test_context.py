@@ -127,6 +127,13 @@ def test_restart_appends_metrics_after_a_cut_line_and_writes_nan_as_null(tmp_pat
     assert json.loads((tmp_path / "summary.json").read_text()) == {"test_loss": None}
 
 
+def test_file_of_an_earlier_run_that_is_not_utf8_is_kept_under_another_name(tmp_path):
+    (tmp_path / "args.txt").write_bytes(b"--save \xff\n")  # a crash has damaged it, or the locale has changed
+    RunFolder(tmp_path).write("args.txt", "--save ä\n")
+    assert (tmp_path / "args.txt").read_bytes() == "--save ä\n".encode()
+    assert (tmp_path / "args.1.txt").read_bytes() == b"--save \xff\n"
+
+
 def test_run_folder_is_locked_by_one_job_until_it_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     # each reading of the clock adds a second, so locking gives up after five tries
