@@ -147,7 +147,11 @@ def test_one_note_names_changed_flags_and_their_effect_on_samples(tmp_path, star
     rows = [
         (AGAIN, "0.5 a 0.5 b", []),
         (f"{AGAIN} --split 90/5/5", "5 elsewhere/a 5 elsewhere/b", []),
-        (f"{AGAIN} --global-batch-size 4", "0.5 a 0.5 b", []),
+        (
+            f"{AGAIN} --global-batch-size 4 --adam-beta2 0.9 --hidden-dropout 0",
+            "0.5 a 0.5 b",
+            ["--hidden-dropout is 0.0, was 0.1, --adam-beta2 is 0.9, was 0.999: training continues with the values of"],
+        ),
         (
             f"{AGAIN} --nproc 2",
             "0.5 a 0.5 b",

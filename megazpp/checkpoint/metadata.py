@@ -306,8 +306,8 @@ def data_notes(
     Returns:
         A list with one note, or [] if nothing has changed.
     """
-    # ---- compare the data flags with the checkpoint's; tuples become lists, because flags read from JSON have lists
-    own: dict[str, Any] = {name: list(x) if isinstance(x, tuple) else x for name, x in flags.items()}
+    # ---- compare the data flags with the checkpoint's
+    own = _like_json(flags)
     before, now, (size, earlier_size) = saved.get(SAMPLES, {}), own.get(SAMPLES, {}), batch_sizes
     # If both runs read the same tokens, changed paths and text flags do not matter.
     passed_over = (*PLACES, *TEXT) if same_sources(before, now) else ()
@@ -319,6 +319,26 @@ def data_notes(
         changes.append(f"the global batch size is {size}{by}, was {earlier_size}")
     changes += data_changes(before, now, changes)
     return [f"{', '.join(changes)} in {where}: {what_follows(before, now, consumed)}"] if changes else []
+
+
+def flag_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], names: Iterable[str], where: Path) -> list[str]:
+    """Return a note that lists the flags of training whose values in a resumed run differ from the checkpoint's.
+
+    Flags that are compared elsewhere are left out: those of the model's shape (`check_same_model`), of the samples
+    (`data_notes`) and of the schedule (`agreed_schedule`).
+
+    Args:
+        saved: flags of the checkpoint by field name.
+        flags: flags of this run by field name.
+        names: names of the fields whose flags affect the trained weights.
+        where: path of the checkpoint, for the note.
+    Returns:
+        A list with one note, or [] if no value differs.
+    """
+    own = _like_json(flags)
+    names = [name for name in names if name not in {*SHAPE, *DATA, "weight_decay"}]
+    changes = _changes([name for name in names if name in saved and saved[name] != own[name]], flags, saved)
+    return [f"{', '.join(changes)} in {where}: training continues with the values of this run"] if changes else []
 
 
 def batch_size_of(record: CheckpointMetadata) -> int | None:
@@ -404,6 +424,11 @@ def agreed_schedule(
         "--use-checkpoint-opt_param-scheduler uses the checkpoint's: pass one of them (the first one to train longer "
         "than planned)"
     )
+
+
+def _like_json(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `flags` in which tuples are lists, as in flags that were read from JSON."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
 
 
 def _changes(names: Iterable[str], now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -308,6 +308,16 @@ class ParsedRun(NamedTuple):
         """All configs of the command line: first the `extra` configs of the program, then the configs of the run."""
         return (*self.extra, *self.config.parts)
 
+    @property
+    def training_fields(self) -> list[str]:
+        """The names of the flags' fields that may affect the trained weights, and those of all optional features.
+
+        Flags about the layout of ranks, the data, the length of the run and its learning rates are left out.
+        """
+        run = self.config
+        core = (run.model, run.precision, run.zero, run.optimizer, run.loss_scale, run.anomalies)
+        return [field.name for part in (*self.extra, *core, *run.sections) for field in dataclasses.fields(part)]
+
 
 def run_configs() -> dict[str, type]:
     """Return the config classes with the flags of the core, by field name of `RunConfig`, in the order of --help."""

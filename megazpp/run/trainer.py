@@ -25,7 +25,7 @@ from megazpp.base.files import errors_as
 from megazpp.base.program import GIGA, user_errors
 from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.folder import CheckpointFolder
-from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, found_from_anywhere
+from megazpp.checkpoint.metadata import SAMPLES, CheckpointMetadata, flag_notes, found_from_anywhere
 from megazpp.checkpoint.read import LoadSource, Resumed, Verified, check_still_chosen, verify
 from megazpp.checkpoint.state import RunValues, StatePart, TrainState, training_parts
 from megazpp.data.tokenizer import Tokenizer
@@ -462,6 +462,10 @@ class Trainer:
         if checkpoint is not None and (checkpoint.source.continues or not self.parts.has_weights):
             with user_errors():
                 start = self.checkpoints.load(checkpoint, run.plan.schedule)
+            if checkpoint.source.continues:
+                flags, names = {**self.flags, **self.parts.flags}, run.parsed.training_fields
+                for note in flag_notes(checkpoint.record.flags, flags, names, checkpoint.path):
+                    run.context.log(f"note: {note}")
         self.recorder.meter.token_offset = start.progress.token_offset
         # A job that the launcher has restarted, or that was started again with --load, continues its earlier records.
         # This also holds if it had stopped before its first checkpoint.

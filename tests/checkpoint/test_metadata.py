@@ -23,6 +23,7 @@ from megazpp.checkpoint.metadata import (
     check_same_model,
     data_notes,
     describe_sizes,
+    flag_notes,
     found_from_anywhere,
     read_record,
     rows_problem,
@@ -135,6 +136,21 @@ def test_other_data_gives_a_note_and_the_same_data_none():
     assert data_notes(saved, now, WHERE) == []
     (note,) = data_notes(saved, now | {"seed": 2, "train_iters": 20}, WHERE)
     assert note.startswith("--seed is 2, was 1, --train-iters is 20, was 10 in iter_0000007: ")
+
+
+def test_changed_flags_of_training_give_a_note_unless_they_are_compared_elsewhere():
+    saved = {"beta": 0.1, "zero_gradient_bits": [8, 4], "diloco_steps": 2, "seed": 1, "swiglu": True, "weight_decay": 0}
+    same = saved | {"zero_gradient_bits": (8, 4), "lora_r": 8}  # run.json of an older version lacks --lora-r
+    assert flag_notes(saved, same, same, WHERE) == []
+    other = same | {"seed": 2, "swiglu": False, "weight_decay": 1}
+    assert flag_notes(saved, other, other, WHERE) == []
+    for name, now, said in (
+        ("beta", 0.5, "--beta is 0.5, was 0.1"),
+        ("zero_gradient_bits", (8, 16), "--zero-gradient-bits is (8, 16), was [8, 4]"),
+        ("diloco_steps", None, "--diloco-steps is None, was 2"),
+    ):
+        (note,) = flag_notes(saved, same | {name: now}, same, WHERE)
+        assert note == f"{said} in iter_0000007: training continues with the values of this run"
 
 
 def test_flags_that_change_text_are_compared_unless_tokens_are_equal():
