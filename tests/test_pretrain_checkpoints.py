@@ -128,8 +128,8 @@ def test_resumed_run_continues_the_same_wandb_run(continued):
     assert before.run.run_id == after.run.run_id
     assert [[row["_step"] for row in kept.history] for kept in (before, after)] == [[1, 2, 3], [4, 5, 6]]
     assert [kept.summary["iteration"] for kept in (before, after)] == [3, 6]
-    assert [row["train/grad_norm"] for row in after.history] == pytest.approx(continued.values("grad_norm")[3:])
-    assert [row["_step"] for row in after.history if "eval/loss" in row] == [6]
+    assert [row["metrics/grad_norm"] for row in after.history] == pytest.approx(continued.values("grad_norm")[3:])
+    assert [row["_step"] for row in after.history if "validation/lm_loss" in row] == [6]
     assert after.config == json.loads((continued.folder / "args.json").read_text()) | {"_wandb": after.config["_wandb"]}
     assert list(after.run.tags) == ["zeropp", "2 nodes x 1 ranks"]
 

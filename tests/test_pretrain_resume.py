@@ -219,4 +219,4 @@ def test_tensorboard_drops_the_steps_of_a_run_that_lost_its_checkpoints(start, t
     shutil.rmtree(tmp_path / "saved")
     start(f"{flags} --load saved --train-iters 2")
     events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+    assert [event.step for event in events.Scalars("metrics/lm_loss")] == [1, 2]

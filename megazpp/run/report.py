@@ -97,7 +97,7 @@ def _checkpoints_of(run_dir: Path) -> Path | None:
     return Path(save if isinstance(save, str) else run_dir / "checkpoints").resolve()
 
 
-def open_tracker(parsed: ParsedRun, plan: RunPlan, continued: Records | None) -> Tracker:
+def open_tracker(parsed: ParsedRun, plan: RunPlan, continued: Records | None, *, first: int | None = None) -> Tracker:
     """Open the run folder and other sinks of records, such as wandb, and write flags and layout to the folder.
 
     Only rank 0 calls this.
@@ -106,6 +106,7 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, continued: Records | None) ->
         parsed: command line of the run. Its --run-dir has precedence over the run folder of `continued`.
         plan: plan of the run, whose layout is recorded.
         continued: records that the run continues; None for new records.
+        first: first iteration of a resumed run; None for a new run.
     """
     tracking, before = parsed.config.tracking, None if continued is None else continued.run_dir
     held = os.environ.get(RUN_DIR)  # folder that the launching process chose; restarts do not change it
@@ -122,7 +123,7 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, continued: Records | None) ->
         folder.write_json("topology.json", layout_record(plan.layout))
     zero = parsed.config.zero
     tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
-    return Tracker(folder, open_sinks(tracking, folder, flags, tags))
+    return Tracker(folder, open_sinks(tracking, folder, flags, tags, first=first))
 
 
 def introduce(parsed: ParsedRun, plan: RunPlan, run: RunContext) -> None:

@@ -167,7 +167,12 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         if worker.rank == 0:
             with user_errors():
                 continued = records_to_continue(verified, config.checkpoint, jobs=config.jobs)
-                tracker = opened.enter_context(open_tracker(parsed, plan, continued))
+                # A job that the launcher has restarted, or that was started again with --load, repeats iterations of
+                # its earlier records, also if it had stopped before its first checkpoint.
+                repeats = start.iteration > 0 or worker.restarts > 0
+                repeats |= config.checkpoint.load is not None and not config.checkpoint.finetune
+                first = start.iteration + 1 if repeats else None
+                tracker = opened.enter_context(open_tracker(parsed, plan, continued, first=first))
         if (folder := tracker.folder) is not None:
             console.keep(folder.path / "log.txt")
             worker.watchdog.write_to(folder.path)
@@ -467,11 +472,6 @@ class Trainer:
                 for note in flag_notes(checkpoint.record.flags, flags, names, checkpoint.path):
                     run.context.log(f"note: {note}")
         self.recorder.meter.token_offset = start.progress.token_offset
-        # A job that the launcher has restarted, or that was started again with --load, continues its earlier records.
-        # This also holds if it had stopped before its first checkpoint.
-        restarted = run.worker.restarts > 0 or (run.config.checkpoint.load and not run.config.checkpoint.finetune)
-        if start.progress.iteration > 0 or restarted:
-            run.tracker.resume(start.progress)
         return start
 
     def train(self, start: Resumed) -> TrainingProgress:

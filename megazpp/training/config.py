@@ -44,7 +44,7 @@ class TrackingConfig(Config):
 
     Attributes:
         run_dir: folder for the run's records (default: runs/<time>-<config name>).
-        log_interval: iterations between two log lines.
+        log_interval: iterations between two log lines, each of which is also recorded in all other places.
         log_params_norm: log the L2 norm of the parameters.
         log_num_zeros_in_grad: log the number of gradient elements that are zero.
         wandb_project: Weights & Biases project; an empty name disables wandb.
@@ -52,7 +52,6 @@ class TrackingConfig(Config):
         wandb_exp_name: name of the wandb run (default: the run folder's name).
         wandb_save_dir: folder for wandb's local files (default: the run folder).
         tensorboard_dir: folder for TensorBoard events; not given: no events are written.
-        tensorboard_log_interval: iterations between two records to wandb and TensorBoard.
     """
 
     run_dir: str | None = flag(None)
@@ -64,7 +63,6 @@ class TrackingConfig(Config):
     wandb_exp_name: str = flag("")
     wandb_save_dir: str = flag("")
     tensorboard_dir: str | None = flag(None)
-    tensorboard_log_interval: int = flag(1, must_be="positive")
 
     def __post_init__(self) -> None:
         super().__post_init__()

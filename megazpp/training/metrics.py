@@ -44,9 +44,8 @@ class StepRecord:
         skipped: True if nothing was updated, because the norm was not finite or the guard rejected the step.
         num_zeros: number of gradient elements that are zero; None unless --log-num-zeros-in-grad is given.
         params_norm: L2 norm of the parameters; None unless --log-params-norm is given.
-        metrics: further numbers of the objective, the sharding and the routers, by name. metrics.jsonl and the log line
-            have their means over the log interval; the log line omits names with a slash. wandb and TensorBoard have
-            the value of each step, as train/NAME.
+        metrics: further numbers of the objective, the sharding and the routers, by name. The records of a log interval
+            have their means over the interval; the log line omits names with a slash.
         consumed_samples: samples consumed by the run so far, including this step.
         global_batch_size: samples of this step over all ranks.
         tokens: number of tokens in this step's forward passes on all data ranks, with padding. None if every sample has
@@ -144,7 +143,7 @@ class IntervalRecord:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The values of this log interval by name, for metrics.jsonl, in which a value that is not finite is null."""
+        """The values of this log interval by name, for metrics.jsonl, wandb and TensorBoard."""
         last, sent = self.last, {f"{wire}_bytes": value for wire, value in self.sent_bytes.items()}
         fields = {
             "iteration": last.iteration,
@@ -154,6 +153,8 @@ class IntervalRecord:
             "num_zeros": last.num_zeros,
             "params_norm": last.params_norm,
             "learning_rate": last.learning_rate,
+            "loss_scale": last.loss_scale if last.loss_scale != 1.0 else None,
+            "global_batch_size": last.global_batch_size,
             "consumed_samples": last.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
             "tokens": self.tokens if self.consumed_tokens is None else None,
@@ -169,19 +170,6 @@ class IntervalRecord:
             **self.metrics,
         }
         return {name: value for name, value in fields.items() if value is not None or name in ALWAYS}
-
-    @property
-    def scalars(self) -> dict[str, float]:
-        """Speed, memory, and bytes per node and step in this log interval, by name, for wandb and TensorBoard."""
-        scalars = {
-            "perf/step_seconds": self.seconds / self.steps,
-            "perf/tokens_per_s": self.tokens_per_second,
-            "perf/tflops": self.rank_flops / TERA,
-            "perf/mfu": self.mfu,
-            "mem/peak": self.peak_memory_bytes,
-            **{f"comm/{wire}_bytes": value for wire, value in self.sent_bytes.items()},
-        }
-        return {name: value for name, value in scalars.items() if value is not None}
 
     @property
     def line(self) -> str:

@@ -25,20 +25,13 @@ from megazpp.tensor_parallel.parameters import existing_rows
 from megazpp.topology.layout import WIRES
 from megazpp.training.config import TrackingConfig
 from megazpp.training.context import RunContext, RunFolder
-from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, perplexity, validation_lines
+from megazpp.training.metrics import NOTHING_SENT, IntervalRecord, Meter, StepRecord, validation_lines
 from megazpp.training.objective import StopRequested
 from megazpp.zero.sharding import Sharding
 
 # A gradient norm above SPIKE times the median of earlier norms is logged, after the first SPIKE_STEPS steps
 SPIKE, SPIKE_STEPS = 10, 10
 MEBI = 1024 * 1024
-# Names of the scalars about GPU memory in wandb and TensorBoard, with the keys of their values in
-# `torch.cuda.memory_stats`
-MEMORY_SCALARS = {
-    "mem/reserved": "reserved_bytes.all.current",
-    "mem/allocated": "allocated_bytes.all.current",
-    "mem/allocations": "allocation.all.current",
-}
 
 # A function that evaluates held-out data, and returns the result, which is equal on all ranks. It calls its argument
 # before each batch.
@@ -50,11 +43,8 @@ class Sink(Protocol):
 
     name: str
 
-    def resume(self, progress: TrainingProgress) -> None:
-        """Drop the recorded steps after `progress`, from which training resumes, because they will be repeated."""
-
-    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record scalars, by name, at an iteration and at a number of consumed samples."""
+    def write(self, scalars: Mapping[str, float], *, iteration: int) -> None:
+        """Record scalars, by name, at an iteration."""
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
         """Record the results of the run, numbers and strings by name."""
@@ -79,20 +69,15 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.folder, self.sinks = folder, sinks
         self._failed = set[str]()  # names of files and sinks whose failure has been reported by a warning
 
-    def resume(self, progress: TrainingProgress) -> None:
-        """Make wandb and TensorBoard drop the steps after `progress`, from which training resumes.
+    def record(self, name: str, row: Mapping[str, Any]) -> None:
+        """Append `row` as a line of JSON to the file NAME.jsonl, and write its numbers to wandb and TensorBoard.
 
-        Call this before anything is recorded.
+        There, the number KEY of the row has the name NAME/KEY. The row has the key "iteration".
         """
-        self._each("resume", progress)
-
-    def append(self, file: str, row: Mapping[str, Any]) -> None:
-        """Append `row` as a line of JSON to a file of the run folder."""
+        file = f"{name}.jsonl"
         self._keep(file, lambda folder: folder.append(file, row))
-
-    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record numbers, by name, in wandb and TensorBoard at an iteration and at a number of consumed samples."""
-        self._each("write", scalars, iteration=iteration, consumed_samples=consumed_samples)
+        scalars = {f"{name}/{key}": value for key, value in row.items() if isinstance(value, int | float)}
+        self._each("write", scalars, iteration=row["iteration"])
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write the results of the run to summary.json. Write its numbers and strings to wandb and TensorBoard too."""
@@ -192,7 +177,7 @@ class MetricsRecorder:
             with dims.counter.paused():
                 record.metrics = {**record.metrics, **router_metrics(self.sharding.model, dims.world.all_reduce_)}
 
-        # ---- add the record of the step to the meter, and write it to wandb and TensorBoard
+        # ---- add the record of the step to the meter
         self.meter.add(record)
         if not self.meter.whole_samples:
             self._uneven.append(record)
@@ -204,9 +189,6 @@ class MetricsRecorder:
             self._uneven = []
         self._note_spike(record)
         run.console.advance(record.loss)
-        if self.tracker.sinks and record.iteration % self.config.tensorboard_log_interval == 0:
-            place = {"iteration": record.iteration, "consumed_samples": record.consumed_samples}
-            self.tracker.write(step_scalars(record, run.device), **place)
         if not log:
             return
 
@@ -218,8 +200,7 @@ class MetricsRecorder:
             run.log(line)
         if times := self.report_timers():
             run.log(times)
-        self.tracker.append("metrics.jsonl", interval.fields)
-        self.tracker.write(interval.scalars, iteration=record.iteration, consumed_samples=record.consumed_samples)
+        self.tracker.record("metrics", interval.fields)
 
     def _note_spike(self, record: StepRecord) -> None:
         """Log a note if the step's gradient norm exceeds `SPIKE` times the median norm of up to 100 earlier steps."""
@@ -249,11 +230,7 @@ class MetricsRecorder:
         for line in validation_lines(f"iteration {progress.iteration}", value, **how):
             self.run.log(line, short="" if line.startswith("--") else short)
         place = {"iteration": progress.iteration, "consumed_samples": progress.consumed_samples}
-        scalars = {f"eval/{self.metric.removeprefix('lm_')}": value}
-        if self.metric == "lm_loss" and self.has_perplexity:
-            scalars["eval/perplexity"] = perplexity(value)
-        self.tracker.append("validation.jsonl", {**place, self.metric: value})
-        self.tracker.write(scalars, **place)
+        self.tracker.record("validation", {**place, self.metric: value})
 
     def evaluate(self, evaluate: Validation | None) -> float | None:
         """Call `evaluate`, and return its result. With DiLoCo, the model has the outer weights during the call.
@@ -284,30 +261,6 @@ class MetricsRecorder:
             for axis in (dims.tp, dims.shard, dims.replicate):
                 total = axis.all_reduce_(total)
         return dict(zip((*WIRES, "replica_group"), (total * dims.replica_group.size // nodes).tolist(), strict=True))
-
-
-def step_scalars(step: StepRecord, device: torch.device) -> dict[str, float]:
-    """Return the numbers of a step for wandb and TensorBoard, by name, with the memory of a GPU.
-
-    Args:
-        step: record of the step, whose unknown values (None) are left out.
-        device: device of this rank.
-    """
-    found = {
-        "loss": step.loss,
-        "grad_norm": step.grad_norm,
-        "learning_rate": step.learning_rate,
-        "batch_size": step.global_batch_size,
-        "loss_scale": step.loss_scale,
-        "num_zeros": step.num_zeros,
-        "params_norm": step.params_norm,
-        **step.metrics,
-    }
-    scalars = {f"train/{name}": value for name, value in found.items() if value is not None}
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        scalars |= {name: stats[key] for name, key in MEMORY_SCALARS.items()}
-    return scalars
 
 
 def memory_line(rank: int, iteration: int, device: torch.device) -> str | None:

@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megazpp.base.files import make_writable
-from megazpp.optim.schedule import TrainingProgress
 from megazpp.topology.layout import Layout
 from megazpp.training.config import TrackingConfig
 from megazpp.training.context import RunFolder
 from megazpp.training.metrics_logger import Sink
 
-SAMPLES = " vs samples"  # suffix of TensorBoard's scalars that are plotted against consumed samples
-
 
 def open_sinks(
-    config: TrackingConfig, folder: RunFolder, flags: Mapping[str, Any], tags: Sequence[str] = ()
+    config: TrackingConfig,
+    folder: RunFolder,
+    flags: Mapping[str, Any],
+    tags: Sequence[str] = (),
+    *,
+    first: int | None = None,
 ) -> list[Sink]:
     """Open wandb and TensorBoard, as far as the flags request them, and return the open sinks.
 
@@ -35,6 +37,7 @@ def open_sinks(
         folder: the run folder.
         flags: values of all flags by name, which wandb stores with the run.
         tags: tags of the wandb run.
+        first: first iteration of a resumed run, which repeats recorded iterations from there on; None for a new run.
     Raises:
         ValueError: --wandb-save-dir or --tensorboard-dir is not a writable folder.
     """
@@ -53,7 +56,7 @@ def open_sinks(
         wanted[f"--wandb-project {config.wandb_project}"] = functools.partial(WandbSink, tags, **settings)
     if config.tensorboard_dir is not None:
         events = make_writable(config.tensorboard_dir, "--tensorboard-dir")
-        wanted[f"--tensorboard-dir {config.tensorboard_dir}"] = functools.partial(TensorBoardSink, events)
+        wanted[f"--tensorboard-dir {config.tensorboard_dir}"] = functools.partial(TensorBoardSink, events, first=first)
     # ---- open the sinks
     sinks = []
     for given, make in wanted.items():
@@ -81,10 +84,6 @@ class WandbSink:
     wandb never prompts for credentials here. Without credentials, or if the server cannot be reached, the run is
     recorded offline; `wandb sync` uploads it later. Tags from the environment variable WANDB_TAGS are added.
 
-    wandb ignores values for a step below the last step that it has stored. If training resumes from an earlier step,
-    the wandb run is therefore rewound by `resume_from`, a preview feature of wandb's server. If the server refuses,
-    wandb keeps the lost steps, and the steps that repeat them are not recorded.
-
     Args:
         tags: tags of the wandb run.
         settings: arguments of `wandb.init`.
@@ -95,59 +94,23 @@ class WandbSink:
     def __init__(self, tags: Sequence[str], **settings: Any) -> None:
         wandb = importlib.import_module("wandb")
         own_tags = [tag.strip() for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag.strip()]
-        # Steps before `_first` are not recorded. It is 0 unless wandb's server has refused to rewind the run.
-        self._wandb, self._first = wandb, 0
-        self._step = 0  # wandb's step of the last recorded values
-        self._settings = settings | {"tags": [*dict.fromkeys([*tags, *own_tags])]}
-        self._open(resume="allow")
-
-    def resume(self, progress: TrainingProgress) -> None:
-        """Rewind the wandb run to `progress`, from which training resumes, if the server has later steps.
-
-        An offline run is not rewound, because each process that records offline starts a separate recording.
-        """
-        first = self._run.starting_step
-        if first <= progress.iteration + 1:
-            return
-        self._run.finish()
-        try:
-            self._open(resume_from=f"{self._settings['id']}?_step={progress.iteration}", offline=False)
-        except self._wandb.errors.Error as error:
-            print(
-                f"wandb: the server did not rewind the run: {error}; it keeps the lost iterations "
-                f"{progress.iteration + 1} to {first - 1}, and does not record the iterations that repeat them",
-                flush=True,
-            )
-            self._open(resume="allow")
-            self._first = first
-
-    def _open(self, *, offline: bool = True, **resume: str) -> None:
-        """Open the wandb run for recording.
-
-        Args:
-            offline: True records offline if the server does not accept the run. False raises wandb's error then.
-            resume: arguments of `wandb.init` that say which run to continue, and from which step.
-        """
-        wandb, settings = self._wandb, self._settings | resume
+        settings |= {"tags": [*dict.fromkeys([*tags, *own_tags])], "resume": "allow"}
         try:
             self._run = wandb.init(**settings, mode=wandb_mode())
         except wandb.errors.Error as error:
-            if not offline:
-                raise
             print(f"wandb: recording offline, because the server did not accept the run: {error}", flush=True)
             wandb.teardown(exit_code=1)
             self._run = wandb.init(**settings, mode="offline")
         self._run.define_metric("iteration")
         self._run.define_metric("*", step_metric="iteration")
+        self._step: int = self._run.starting_step  # lowest step for which wandb accepts values
 
-    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record scalars at an iteration, unless wandb's server has kept that iteration from before a resume."""
-        if iteration < self._first:
-            return
-        # wandb drops values of a step below its last step. So an iteration that the run repeats after a rewind, or that
-        # an elastic group repeats, is recorded as the step after the last one.
+    def write(self, scalars: Mapping[str, float], *, iteration: int) -> None:
+        """Record scalars, by name, at an iteration."""
+        # wandb drops values of a step below its last step. So an iteration that the run repeats, because it has resumed
+        # an earlier checkpoint, is recorded as the step after the last one. Curves show all values by iteration.
         self._step = iteration if iteration >= self._step else self._step + 1
-        self._run.log({**scalars, "iteration": iteration, "samples": consumed_samples}, step=self._step)
+        self._run.log({**scalars, "iteration": iteration}, step=self._step)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
         """Add the results of the run, by name, to the summary of the wandb run."""
@@ -159,50 +122,24 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """TensorBoard events: each scalar against the iteration, and as "<name> vs samples" against consumed samples."""
+    """TensorBoard events, with each scalar against the iteration.
+
+    Args:
+        folder: folder of the event files.
+        first: first iteration of a resumed run. TensorBoard then ignores later points of earlier event files. None for
+            a new run.
+    """
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._purge_step: int | None = None
-        self._tensorboard = importlib.import_module("torch.utils.tensorboard")
+    def __init__(self, folder: Path, *, first: int | None = None) -> None:
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
+        self._writer = tensorboard.SummaryWriter(log_dir=str(folder), max_queue=1000, purge_step=first)
 
-    def resume(self, progress: TrainingProgress) -> None:
-        """Purge the steps after `progress`, from which training resumes, if earlier event files have such steps.
-
-        TensorBoard purges all points from one step number on, here the next iteration. A scalar against samples has the
-        number of samples as its step number. Its points before `progress` may thus be purged too, so they are written
-        again.
-        """
-        if not self._folder.is_dir():
-            return
-        reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-        events = reader.EventAccumulator(str(self._folder), size_guidance={reader.SCALARS: 0}).Reload()
-        points = {tag: events.Scalars(tag) for tag in events.Tags()[reader.SCALARS]}
-        ends = {tag: progress.consumed_samples if tag.endswith(SAMPLES) else progress.iteration for tag in points}
-        if not any(point.step > ends[tag] for tag, found in points.items() for point in found):
-            return
-        self._purge_step = progress.iteration + 1
-        for tag, found in points.items():
-            for point in found:
-                if self._purge_step <= point.step <= ends[tag]:
-                    self._writer.add_scalar(tag, point.value, point.step, walltime=point.wall_time)
-
-    @functools.cached_property
-    def _writer(self) -> Any:
-        """TensorBoard's writer of events.
-
-        The writer is opened at its first use. Before that, `resume` may choose the step from which the writer makes
-        TensorBoard purge the events of earlier files.
-        """
-        return self._tensorboard.SummaryWriter(log_dir=str(self._folder), max_queue=1000, purge_step=self._purge_step)
-
-    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """Record scalars in TensorBoard's events, against the iteration and against the consumed samples."""
+    def write(self, scalars: Mapping[str, float], *, iteration: int) -> None:
+        """Record scalars, by name, in TensorBoard's events."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, iteration)
-            self._writer.add_scalar(f"{name}{SAMPLES}", value, consumed_samples)
 
     def summarize(self, values: Mapping[str, Any], *, iteration: int) -> None:
         """Write the results of the run as a text table to TensorBoard's events."""

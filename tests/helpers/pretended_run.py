@@ -91,8 +91,8 @@ class FakeTracker(Tracker):
         self.records: list[dict[str, Any]] = []
         self.validations: list[tuple[int, float]] = []
 
-    def append(self, file: str, row: Any) -> None:
-        if file == "metrics.jsonl":
+    def record(self, name: str, row: Any) -> None:
+        if name == "metrics":
             self.records.append(row)
         else:
             self.validations.append((row["iteration"], row["lm_loss"]))
@@ -106,7 +106,6 @@ class Run:
         norms: gradient norm of each step; None for 1.0.
         log_interval: --log-interval.
         eval_interval: iterations between two evaluations.
-        tensorboard_log_interval: --tensorboard-log-interval.
         tracker: writer of the run's records; None for a `FakeTracker`.
         start: progress from which the training resumes.
         bad: iteration whose numbers are not finite; None for no such iteration.
@@ -125,7 +124,6 @@ class Run:
         norms: list[float] | None = None,
         log_interval: int = 2,
         eval_interval: int = 3,
-        tensorboard_log_interval: int = 1,
         tracker: Tracker | None = None,
         start: TrainingProgress = TrainingProgress(),  # noqa: B008, immutable, so that all calls may share it
         bad: int | None = None,
@@ -139,7 +137,7 @@ class Run:
         self.observed: list[tuple[int, int]] = []
         self.tracker = tracker or FakeTracker()
         self.recorder = MetricsRecorder(
-            TrackingConfig(log_interval=log_interval, tensorboard_log_interval=tensorboard_log_interval),
+            TrackingConfig(log_interval=log_interval),
             RunContext(dims=self.dims, device=CPU, console=Console(enabled=True, out=self.out)),
             meter(total_iterations=steps, total_samples=2 * steps, seq_length=4, world_size=1, flops_per_token=1),
             sharding=SimpleNamespace(model=torch.nn.Module()),

@@ -49,7 +49,7 @@ def test_interval_starts_after_the_last_one_and_estimates_the_time_left():
     assert "eta: 0:06:15 |" in interval.line
 
 
-def test_metrics_and_sink_scalars_have_exactly_the_documented_fields():
+def test_metrics_have_exactly_the_documented_fields():
     sent, steps = NOTHING_SENT | {"tp": 30, "cross": 10, "local": 20}, (step(1), step(2, skipped=True))
     record = meter(*steps, peak_flops=1.6e12).interval(sent, peak_memory_bytes=7)
     assert record.fields == {
@@ -58,6 +58,7 @@ def test_metrics_and_sink_scalars_have_exactly_the_documented_fields():
         "grad_norm": 1.0,
         "max_grad_norm": 1.0,
         "learning_rate": 1.5e-4,
+        "global_batch_size": 8,
         "consumed_samples": 16,
         "consumed_tokens": 1600,
         "steps": 2,
@@ -70,12 +71,8 @@ def test_metrics_and_sink_scalars_have_exactly_the_documented_fields():
         "peak_memory_bytes": 7,
         "mfu": 0.5,
     }
-    speed = {"perf/step_seconds": 0.5, "perf/tokens_per_s": 1600.0, "perf/tflops": 0.8}
-    sent = {"comm/tp_bytes": 15, "comm/cross_bytes": 5, "comm/local_bytes": 10, "comm/replica_group_bytes": 0}
-    assert record.scalars == {**speed, "perf/mfu": 0.5, "mem/peak": 7, **sent}
-    plain = meter(*steps).interval()
-    assert plain.fields.keys() == record.fields.keys() - {"mfu"}
-    assert plain.scalars == speed | dict.fromkeys(sent, 0)
+    plain = meter(step(1, loss_scale=4.0)).interval()
+    assert plain.fields.keys() == record.fields.keys() - {"mfu"} | {"loss_scale"}
 
 
 def test_summary_covers_all_intervals_and_counts_the_steps_tokens():

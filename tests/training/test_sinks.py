@@ -1,6 +1,6 @@
 """Test the tracker of a run:
 
-Megatron-LM's names, independent sinks, and real files of wandb (offline) and TensorBoard.
+One row for the run folder and all sinks, independent sinks, and real files of wandb (offline) and TensorBoard.
 """
 
 import json
@@ -12,58 +12,42 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import psutil
 import pytest
-import torch
 import wandb
 from helpers.disks import small_disk
-from helpers.metrics import step
 from helpers.pretended_run import Run
 from helpers.refusals import not_refused
 from helpers.wandb_files import offline_runs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megazpp.optim.schedule import TrainingProgress
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.plan import plan_layout
 from megazpp.training import config as training_config
 from megazpp.training import sinks
 from megazpp.training.config import TrackingConfig, is_installed
 from megazpp.training.context import RunFolder
-from megazpp.training.metrics_logger import Sink, Tracker, step_scalars
+from megazpp.training.metrics_logger import Sink, Tracker
 from megazpp.training.sinks import TensorBoardSink, WandbSink, open_sinks
-
-
-def test_step_scalars_use_megatrons_names_and_omit_missing_values():
-    cpu = torch.device("cpu")
-    always = {"train/learning_rate": 1.5e-4, "train/batch_size": 8, "train/loss": 10.0, "train/loss_scale": 1.0}
-    assert step_scalars(step(3), cpu) == always | {"train/grad_norm": 1.0}
-    unusual = step(4, num_zeros=3.0, params_norm=9.0, grad_norm=None)
-    assert step_scalars(unusual, cpu) == always | {"train/num_zeros": 3.0, "train/params_norm": 9.0}
 
 
 def test_records_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
     sink = mock.Mock()
     tracker = Tracker(RunFolder(tmp_path), [sink])
-    run = Run([0.0] * 3, tracker=tracker, eval_interval=3, tensorboard_log_interval=3)
+    run = Run([0.0, math.nan, 2.0], tracker=tracker, eval_interval=3)
     values = {"iteration": 9, "final_loss": 1.0, "test_loss": None, "traffic": [{"axis": "shard", "sent_bytes": 7}]}
     tracker.summary(values)
     sink.summarize.assert_called_once_with({"iteration": 9, "final_loss": 1.0}, iteration=9)
-    written = [(next(iter(call.args[0])), call.kwargs) for call in sink.write.mock_calls]
-    second, last = ({"iteration": number, "consumed_samples": 2 * number} for number in (2, 3))
-    assert written == [
-        ("perf/step_seconds", second),  # the log line after two steps
-        ("train/loss", last),  # only step 3 is a multiple of the sinks' interval
-        ("perf/step_seconds", last),
-        ("eval/loss", last),
-    ]
-    assert sink.write.mock_calls[-1].args[0] == {"eval/loss": 7.0, "eval/perplexity": math.exp(7.0)}
-    rows = {file.name: file.read_text().splitlines() for file in tmp_path.glob("*.jsonl")}
-    assert json.loads(rows["metrics.jsonl"][-1]) == run.recorder.last_interval.fields
-    assert [json.loads(row) for row in rows["validation.jsonl"]] == [last | {"lm_loss": 7.0}]
+    rows = {file.stem: [*map(json.loads, file.read_text().splitlines())] for file in tmp_path.glob("*.jsonl")}
+    assert rows["metrics"][-1] == run.recorder.last_interval.fields
+    assert rows["validation"] == [{"iteration": 3, "consumed_samples": 6, "lm_loss": 7.0}]
+    # A line of the log after two steps and at the end, then the validation
+    written = [("metrics", row) for row in rows["metrics"]] + [("validation", *rows["validation"])]
+    for call, (name, row) in zip(sink.write.mock_calls, written, strict=True):
+        numbers = {f"{name}/{key}": value for key, value in row.items() if value is not None}
+        assert (call.args[0], call.kwargs) == (numbers, {"iteration": row["iteration"]})
     assert json.loads((tmp_path / "summary.json").read_text()) == values
 
 
@@ -73,7 +57,7 @@ def test_failing_sink_is_reported_once_and_other_sinks_continue(tmp_path, capsys
     broken.name = "wandb"
     with Tracker(RunFolder(tmp_path), [broken, sink]) as track:
         for iteration in (1, 2):
-            track.write({"train/loss": 1.0}, iteration=iteration, consumed_samples=8 * iteration)
+            track.record("metrics", {"iteration": iteration, "lm_loss": 1.0})
         track.summary({"iteration": 2})
     assert [use for use, *_ in sink.mock_calls] == ["write", "write", "summarize", "close"]
     assert [use for use, *_ in broken.mock_calls] == ["write", "close"]
@@ -96,14 +80,12 @@ def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsy
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
-            scalars = step_scalars(step(), torch.device("cpu"))
             for iteration in range(1, 5):
                 if iteration == 4:
                     (disk / "fill").unlink()
                 # writes more records than TensorBoard buffers, so that it has to write to the full disk
                 for _ in range(2000):
-                    track.write(scalars, iteration=iteration, consumed_samples=8 * iteration)
-                track.append("metrics.jsonl", {"iteration": iteration})
+                    track.record("metrics", {"iteration": iteration} | dict.fromkeys("abcd", 1.0))
             track.summary({"iteration": 4})
         rows = (disk / "run" / "metrics.jsonl").read_text().splitlines()
         assert json.loads(rows[-1])["iteration"] == 4
@@ -196,7 +178,7 @@ def open_wandb(folder: Path) -> WandbSink:
 def record_steps(sink: Sink, *iterations: int) -> None:
     for iteration in iterations:
         scalars = {"lm loss": 10.0 / iteration, "grad-norm": math.nan}
-        sink.write(scalars, iteration=iteration, consumed_samples=8 * iteration)
+        sink.write(scalars, iteration=iteration)
     sink.summarize({"final_loss": 5.0, "stop_reason": "x"}, iteration=iterations[-1])
     sink.close(exit_code=0)
 
@@ -207,12 +189,12 @@ def test_wandb_without_credentials_is_offline_and_continues_on_restart(tmp_path,
     record_steps(open_wandb(tmp_path), 1, 2)
     wandb.teardown()  # ends wandb's service, as at the end of a program, so that a restart begins without it
     monkeypatch.setenv("WANDB_TAGS", "mine, tp2")
-    record_steps(open_wandb(tmp_path), 3, 4, 3)  # an elastic group repeats iterations while other groups are missing
+    record_steps(open_wandb(tmp_path), 3, 4, 3)  # a run that resumes an earlier checkpoint repeats iterations
     wandb.teardown()
     runs = offline_runs(tmp_path)
     assert [(r.run.run_id, r.run.display_name, r.run.project) for r in runs] == [("abcd1234", "n", "p")] * 2
-    kept = [(row["_step"], row["lm loss"], row["samples"]) for run in runs for row in run.history]
-    assert kept == [(step, 10.0 / i, 8 * i) for step, i in ((1, 1), (2, 2), (3, 3), (4, 4), (5, 3))]
+    kept = [(row["_step"], row["lm loss"], row["iteration"]) for run in runs for row in run.history]
+    assert kept == [(step, 10.0 / i, i) for step, i in ((1, 1), (2, 2), (3, 3), (4, 4), (5, 3))]
     assert [run.config["lr"] for run in runs] == [0.1, 0.1]
     assert [list(run.run.tags) for run in runs] == [["zeropp", "tp2"], ["zeropp", "tp2", "mine"]]
     assert (runs[0].summary["final_loss"], runs[0].summary["stop_reason"]) == (5.0, "x")
@@ -236,7 +218,7 @@ def test_wandb_with_a_dead_service_raises_and_does_not_hang(tmp_path):
     service.kill()
     service.wait()
     for use in (
-        lambda: [sink.write({"lm loss": 1.0}, iteration=i, consumed_samples=8) for i in range(1, 9)],
+        lambda: [sink.write({"lm loss": 1.0}, iteration=i) for i in range(1, 9)],
         lambda: sink.summarize({"final_loss": 1.0}, iteration=8),
         lambda: sink.close(exit_code=0),
     ):
@@ -278,72 +260,24 @@ def test_wandb_is_online_only_with_credentials(tmp_path):
             assert sinks.wandb_mode() == mode, env
 
 
-class FakeWandb:
-    """A fake wandb package whose server has a run with steps up to `last`.
-
-    It can rewind that run only if `rewinds` is True.
-    `events` records the calls.
-    """
-
-    class errors:  # noqa: N801, as wandb has it
-        class Error(Exception):
-            pass
-
-    def __init__(self, last: int, *, rewinds: bool) -> None:
-        self.last, self.rewinds, self.events = last, rewinds, list[Any]()
-
-    def init(self, *, mode: str, **settings: Any) -> Any:
-        moment = settings.get("resume_from")
-        self.events.append(moment or settings["resume"])
-        if moment and not self.rewinds:
-            raise self.errors.Error("not enabled")
-        if moment:
-            self.last = int(moment.partition("=")[2])
-        log = lambda row, step: self.events.append((step, row["lm loss"]))  # noqa: E731
-        finish = lambda **how: self.events.append("finish")  # noqa: E731
-        return mock.Mock(starting_step=self.last + 1, log=log, finish=finish)
-
-
-@pytest.mark.parametrize(
-    ("last", "rewinds", "expected"),
-    [
-        (30, True, ["allow"]),  # the server has no steps after the checkpoint's iteration 30, so nothing is rewound
-        (45, True, ["allow", "finish", "abcd1234?_step=30"]),
-        (45, False, ["allow", "finish", "abcd1234?_step=30", "allow"]),
-    ],
-)
-def test_resumed_wandb_run_is_rewound_or_keeps_its_steps(monkeypatch, capsys, last, rewinds, expected):
-    server = FakeWandb(last, rewinds=rewinds)
-    monkeypatch.setitem(sys.modules, "wandb", server)
+def test_resumed_wandb_run_records_repeated_iterations_after_its_last_step(monkeypatch):
+    history: list[tuple[int, int]] = []
+    log = lambda row, step: history.append((step, row["iteration"]))  # noqa: E731
+    init = lambda **settings: mock.Mock(starting_step=46, log=log)  # noqa: E731, the server has steps up to 45
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(init=init))
     monkeypatch.setattr(sinks, "wandb_mode", lambda: "online")
     sink = open_wandb(Path())
-    sink.resume(TrainingProgress(30, 240))
-    for iteration in (31, 45, 46):
-        sink.write({"lm loss": 1.0}, iteration=iteration, consumed_samples=8 * iteration)
-    first = 31 if rewinds else 46
-    assert server.events == [*expected, *((step, 1.0) for step in (31, 45, 46) if step >= first)]
-    said = "did not rewind the run: not enabled; it keeps the lost iterations 31 to 45"
-    assert (said in capsys.readouterr().out) == (not rewinds)
+    for iteration in (31, 32, 32, 60):
+        sink.write({"lm loss": 1.0}, iteration=iteration)
+    assert history == [(47, 31), (48, 32), (49, 32), (60, 60)]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("logged_out")
-def test_resumed_offline_wandb_run_records_the_steps_again(tmp_path):
-    for first in (1, 2):
-        sink = open_wandb(tmp_path)
-        sink.resume(TrainingProgress(first - 1, 8 * (first - 1)))
-        record_steps(sink, first, first + 1, first + 2)
-        wandb.teardown()
-    assert [[row["_step"] for row in run.history] for run in offline_runs(tmp_path)] == [[1, 2, 3], [2, 3, 4]]
-
-
-def test_tensorboard_has_every_scalar_by_iteration_and_by_samples(tmp_path):
+def test_tensorboard_has_every_scalar_by_iteration(tmp_path):
     for first in (1, 3):  # one writer writes steps 1 and 2; after a restart, another one writes steps 3 and 4
-        record_steps(TensorBoardSink(tmp_path), first, first + 1)
+        record_steps(TensorBoardSink(tmp_path, first=first), first, first + 1)
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["scalars"]) == {"lm loss", "lm loss vs samples", "grad-norm", "grad-norm vs samples"}
+    assert set(events.Tags()["scalars"]) == {"lm loss", "grad-norm"}
     assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3, 4]
-    assert [e.step for e in events.Scalars("lm loss vs samples")] == [8, 16, 24, 32]
     assert [e.value for e in events.Scalars("lm loss")] == pytest.approx([10, 5, 10 / 3, 2.5])
     assert all(math.isnan(e.value) for e in events.Scalars("grad-norm"))
     first, _ = events.Tensors("summary/text_summary")
@@ -356,19 +290,16 @@ def test_tensorboard_drops_lost_steps_and_keeps_earlier_ones(tmp_path):
     for folder in folders.values():
         first = TensorBoardSink(folder)
         for iteration in range(1, 5):
-            first.write({"lm loss": float(iteration)}, iteration=iteration, consumed_samples=8 * iteration)
+            first.write({"lm loss": float(iteration)}, iteration=iteration)
         first.close(exit_code=1)
     # waits for the next second, because TensorBoard reads files that were created within one second in the order of
     # their names
     time.sleep(1 - time.time() % 1)
     for resumed, folder in folders.items():
-        second = TensorBoardSink(folder)
-        second.resume(TrainingProgress(resumed, 8 * resumed))
+        second = TensorBoardSink(folder, first=resumed + 1)
         for iteration in (resumed + 1, resumed + 2):
-            second.write({"lm loss": 7.0}, iteration=iteration, consumed_samples=8 * iteration)
+            second.write({"lm loss": 7.0}, iteration=iteration)
         second.close(exit_code=0)
         expected = [(step, float(step)) for step in range(1, resumed + 1)] + [(resumed + 1, 7.0), (resumed + 2, 7.0)]
         events = EventAccumulator(str(folder)).Reload()
         assert [(e.step, e.value) for e in events.Scalars("lm loss")] == expected
-        over_samples = [(e.step // 8, e.value) for e in events.Scalars("lm loss vs samples")]
-        assert over_samples == expected
