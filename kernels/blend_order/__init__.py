@@ -3,8 +3,7 @@
 A dataset's share is its weight divided by the sum of all weights. Sample n comes from the dataset that is furthest
 behind its share: the one with the largest share * max(n, 1) - taken in fp64, where `taken` is the number of samples
 that the dataset has provided, and the first dataset in a tie. Each choice depends on all earlier ones. `native` (C) and
-`reference` (Python, for machines without a C compiler) make identical choices. If the datasets have many different
-shares, `native` compares only a few candidates for each sample.
+`reference` (Python, for machines without a C compiler) make identical choices.
 """
 
 from __future__ import annotations
@@ -45,17 +44,18 @@ def blend_order(
         [n] the index of each sample's dataset, and [n] the sample's number among the blend's samples from that dataset.
     """
     assert 0 < len(weights) <= MOST_DATASETS, f"a blend has 1 to {MOST_DATASETS} datasets, not {len(weights)}"
-    shares, at_once, how = np.array(weights) / np.sum(weights), _AT_ONCE, ""
-    planner: native.NativePlanner | reference.PythonPlanner
+    # Fill up to a multiple of AT_ONCE with datasets that provide no samples.
+    padding = (0, -len(weights) % native.AT_ONCE)
+    shares = np.pad(np.array(weights) / np.sum(weights), padding)
+    taken = np.pad(np.zeros(len(weights)), padding, constant_values=np.inf)
+    plan, at_once, how = native.plan, _AT_ONCE, ""
     if missing := native.library().missing:
-        planner, at_once, how = reference.PythonPlanner(shares), _AT_ONCE // 16, f" in Python ({missing})"
-    else:
-        planner = native.NativePlanner(shares)
+        plan, at_once, how = reference.plan, _AT_ONCE // 16, f" in Python ({missing})"
     datasets, numbers = np.empty(num_samples, dtype=np.int16), np.empty(num_samples, dtype=np.int64)
     started = said = clock()
     for first in range(0, num_samples, at_once):
         part = slice(first, first + at_once)
-        planner.plan(first, datasets[part], numbers[part])
+        plan(shares, taken, first, datasets[part], numbers[part])
         done, now = min(first + at_once, num_samples), clock()
         if now - said > SECONDS_BETWEEN_LINES and done < num_samples:
             said, left = now, (now - started) * (num_samples - done) / done
