@@ -44,7 +44,7 @@ CASES = {
     "wide from narrow": (TWO, WIDE, ALL, []),
     "narrow from wide": (WIDE, TWO, ALL, []),
 }
-SLOW = ("none from two", "four from two", "two from four", "two from none", "fragments", "wide from narrow")
+SLOW = ("none from two", "four from two", "two from none", "fragments", "wide from narrow")
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,18 @@ def saved(tmp_path_factory):
     """Return a function that trains a case for 4 steps on four ranks and saves a checkpoint, once per case.
 
     The function returns the folder of the checkpoint, and the final state of each replica group by its index. The
-    checkpoint is saved while a fragment's outer gradient is still being sent, if the case has a delay.
+    checkpoint is saved while a fragment's outer gradient is still being sent, if the case has a delay. Replica groups
+    differ from each other and from the outer weights, otherwise a test could not notice a group with another's state.
     """
 
     @functools.cache
     def save(case: Case) -> tuple[str, dict[int, dict[str, str]]]:
         folder = str(tmp_path_factory.mktemp("replica_groups"))
-        results = ranks(4).run(run, case, 4, whole=True, save=folder)
-        return folder, {result.replica_group: result.state for result in results}
+        of_group = {each.replica_group: each.state for each in ranks(4).run(run, case, 4, whole=True, save=folder)}
+        if len(of_group) > 1:
+            assert under("diloco.common.", of_group[0]) != under("model.", of_group[0])
+            assert moments(of_group[0], 0) != moments(of_group[1], 1)
+        return folder, of_group
 
     return save
 
@@ -83,16 +87,6 @@ def test_checkpoint_of_replica_groups_resumes_with_other_numbers(saved, case):
         )
         assert result.state != result.loaded
         assert [line for line in result.lines if BEGIN in line] == notes
-
-
-def test_replica_groups_differ_when_they_are_saved(saved):
-    """Check that replica groups differ from each other and from the outer weights when they are saved.
-
-    Otherwise a comparison of loaded with saved states could not reveal a group with the state of another group.
-    """
-    _, of_group = saved(TWO)
-    assert under("diloco.common.", of_group[0]) != under("model.", of_group[0])
-    assert moments(of_group[0], 0) != moments(of_group[1], 1)
 
 
 def accepted(case: Case) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.checkpoints import Outcome, run
-from helpers.ranks import ranks
+from helpers.ranks import Ranks, ranks
 from helpers.tiers import chosen
 from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, Case
 
@@ -57,11 +57,16 @@ CASES = {
 }
 
 
+TWO_RANKS = ("zero 0, fp16", "zeropp, reset, fp16", "differences, bf16", "replica groups, messages in flight, async")
 SLOW = (
     *("zero 0, fp16", "zeropp, reset, fp16", "zeropp, cp 2, tp 2, llama", "differences, fp16, tp 2, async"),
     *("differences, muon, cp 2", "zeropp, expert bias, ep 2, bf16", "replica groups, fragments, between two"),
     "replica groups, messages in flight, async",
 )
+
+
+def workers(name: str) -> Ranks:
+    return ranks(2 if name in TWO_RANKS else 4)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +77,7 @@ def straight(tmp_path_factory) -> Callable[[str], tuple[list[Outcome], str]]:
     def run_case(name: str) -> tuple[list[Outcome], str]:
         folder = str(tmp_path_factory.mktemp("straight"))
         save = {"save": folder, "save_interval": 2, "async_save": "async" in name}
-        return ranks(4).run(run, CASES[name], STEPS, **save), folder
+        return workers(name).run(run, CASES[name], STEPS, **save), folder
 
     return run_case
 
@@ -82,7 +87,7 @@ def test_resumed_run_is_bit_identical_to_an_uninterrupted_one(straight, name):
     if CASES[name].float8 is not None:
         pytest.importorskip("torchao")
     expected, folder = straight(name)
-    found = ranks(4).run(run, CASES[name], STEPS, load=folder, ckpt_step=2)
+    found = workers(name).run(run, CASES[name], STEPS, load=folder, ckpt_step=2)
     for whole, resumed in zip(expected, found, strict=True):
         assert (resumed.start.iteration, resumed.steps, resumed.notes) == (2, whole.steps[2:], [])
         assert resumed.state == whole.state
@@ -99,8 +104,8 @@ def test_evaluations_and_async_saves_change_no_result(straight, tmp_path, name):
     again. Without evaluation it must.
     """
     case, save = CASES[name], {"save": str(tmp_path), "save_interval": 2, "async_save": True}
-    evaluated = ranks(4).run(run, case, STEPS, evaluates=True, **save)
-    resumed = ranks(4).run(run, case, STEPS, load=str(tmp_path), ckpt_step=2)
+    evaluated = workers(name).run(run, case, STEPS, evaluates=True, **save)
+    resumed = workers(name).run(run, case, STEPS, load=str(tmp_path), ckpt_step=2)
     for expected, through, again in zip(straight(name)[0], evaluated, resumed, strict=True):
         assert through.steps == expected.steps
         assert (again.steps, again.notes) == (expected.steps[2:], [])
@@ -143,11 +148,10 @@ def test_other_optimizer_resumes_with_new_moments_of_matrices_and_a_note(tmp_pat
 
 @pytest.mark.slow
 def test_run_resumes_with_another_context_parallel_size(tmp_path):
-    straight = ranks(4).run(run, Case(cp=2), STEPS, save=str(tmp_path), save_interval=2)[0]
-    for cp in (1, 4):
-        found = ranks(4).run(run, Case(cp=cp), STEPS, load=str(tmp_path), ckpt_step=2)[0]
-        assert found.start.iteration == 2
-        torch.testing.assert_close(found.steps, straight.steps[2:], rtol=1e-6, atol=0)
+    straight = ranks(2).run(run, Case(cp=2), STEPS, save=str(tmp_path), save_interval=2)[0]
+    found = ranks(2).run(run, Case(cp=1), STEPS, load=str(tmp_path), ckpt_step=2)[0]
+    assert found.start.iteration == 2
+    torch.testing.assert_close(found.steps, straight.steps[2:], rtol=1e-6, atol=0)
 
 
 @pytest.mark.slow
