@@ -112,11 +112,11 @@ def train(case: Case) -> list[float]:
 
 # number of ranks, fields of the case, indices of the steps that an evaluation follows
 CASES: dict[str, tuple[int, dict[str, Any], tuple[int, ...]]] = {
-    "bf16, evaluations": (4, {"micro_batches": 2}, (1, 3)),
+    "bf16, evaluations": (4, {}, (1, 3)),
     "fp16, tp 2, one rank per node": (4, {"tp": 2, "precision": PrecisionConfig(fp16=True)}, ()),
     "3 nodes, evaluations": (3, {"nodes": 3, "global_batch": 12}, (1, 3)),
     "tp 2, llama": (8, {"tp": 2, "model": LLAMA_STYLE, "sequence_parallel": True}, ()),
-    "copies": (8, {"nodes": 4, "replicas": 2}, ()),
+    "copies": (4, {"nodes": 4, "replicas": 2}, ()),
     "200 steps": (4, {"steps": 200, "learning_rate": 1e-3}, ()),
 }
 

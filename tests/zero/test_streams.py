@@ -66,9 +66,9 @@ SETTINGS: dict[str, tuple[int, Case]] = {
     "tp": (8, Case(zero=ALL, nodes=2, tp=2, sequence_parallel=True, model=LLAMA_STYLE, precision=BF16)),
     "copies": (4, Case(zero=ALL, nodes=2, replicas=2)),
     "lossless": (4, Case(zero=LOSSLESS, nodes=2, precision=BF16)),
-    "lossless, no overlap": (4, Case(zero=zeropp(**NO_OVERLAP), nodes=2, precision=BF16)),
+    "lossless, no overlap": (2, Case(zero=zeropp(**NO_OVERLAP), nodes=2, precision=BF16)),
     "lossless, tp": (4, Case(zero=LOSSLESS, nodes=2, tp=2, sequence_parallel=True, model=LLAMA_STYLE, precision=BF16)),
-    "replica groups": (4, Case(nodes=2, steps=4, diloco=LOCAL_STEPS)),
+    "replica groups": (2, Case(nodes=2, steps=4, diloco=LOCAL_STEPS)),
     "replica groups of nodes": (
         4,
         Case(zero=ALL, nodes=4, steps=4, diloco=DilocoConfig(diloco_steps=2, diloco_replica_groups=2)),
@@ -94,7 +94,7 @@ def test_streams_have_no_races_and_no_early_memory_reuse(setting):
 @pytest.mark.parametrize("breakage", [*map(slow, list(BREAKAGES)[:2]), *map(nightly, list(BREAKAGES)[2:])])
 def test_injected_stream_errors_are_found(breakage):
     case = Case(nodes=2, micro_batches=2, steps=2, zero=ALL)
-    assert ranks(4).run(train, case, breakage)[0]
+    assert ranks(2).run(train, case, breakage)[0]
 
 
 def test_task_with_an_event_waits_only_for_earlier_work():
