@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megazpp
 
-VOCAB, WIDTH, STEPS, RANKS = 61, 32, 4, 4
+VOCAB, WIDTH, STEPS, RANKS = 61, 32, 3, 4
 EXACT: dict[str, Any] = {"zero_weight_bits": 16, "zero_gradient_bits": (16, 16)}
 
 
@@ -145,7 +145,7 @@ def train(
     ids=str,
 )
 def test_exact_hops_change_no_loss(case):
-    """ZeRO++ sums in another order, which changes losses by up to 1e-5 over 4 steps in fp32."""
+    """ZeRO++ sums in another order, which changes losses by up to 1e-5 over 3 steps in fp32."""
     expected, _ = train(**case)
     for losses, sent in ranks(RANKS).run(train, EXACT, **case):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -298,8 +298,8 @@ def call_with_compiled_models() -> None:
         if wrapped == "after":
             fully_shard(compiled)
         config = megazpp.ZeroConfig(zeropp=True, **EXACT)
-        sharding = megazpp.zeropp(compiled, ranks_per_node=2, config=config)
-        assert megazpp.zeropp(compiled, ranks_per_node=2, config=config) is sharding
+        sharding = megazpp.zeropp(compiled, ranks_per_node=1, config=config)
+        assert megazpp.zeropp(compiled, ranks_per_node=1, config=config) is sharding
         with torch.compiler.set_stance("force_eager"):  # compiling takes seconds
             loss_of(compiled, dist.get_rank()).backward()
         assert sharding.counter.sent_bytes("cross") > 0
@@ -307,4 +307,4 @@ def call_with_compiled_models() -> None:
 
 
 def test_compiled_models_are_accepted():
-    ranks(RANKS).run(call_with_compiled_models)
+    ranks(2).run(call_with_compiled_models)
