@@ -12,9 +12,8 @@ Names of tensors in the versions of Megatron-LM:
     language_model.output_layer.weight                       only if embeddings are not tied
     decoder.layers.N.self_attention.linear_qkv.weight  ...   the same tensors in Megatron-Core
 
-Layout of the rows of query_key_value on a rank with np heads of hn channels: [3, np, hn] in version 0, [np, hn, 3] in
-version 1.0, and [np, 3, hn] from 2.0 on (with grouped queries [groups, queries + 2, hn]). `GPTModel` has the last
-layout.
+Layout of the rows of query_key_value on a rank with np heads of hn channels: [np, 3, hn] from checkpoint_version 2.0
+on, with grouped queries [groups, queries + 2, hn], as in `GPTModel`. Earlier versions, of 2020, have other layouts.
 
 This file is longer than 300 lines because all of it concerns this one format.
 """
@@ -23,23 +22,21 @@ from __future__ import annotations
 
 import argparse
 import functools
-import io
 import pickle
 import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from megazpp.checkpoint.folder import TRACKER, read_tracker
-from megazpp.convert.model import OUTPUT, WORDS, Deferred, Model, check_tensors, checked_model, fuse_qkv, model_config
+from megazpp.convert.model import OUTPUT, WORDS, Deferred, Model, check_tensors, checked_model, model_config
 from megazpp.convert.safetensors_file import check_stored
 from megazpp.convert.settings import Settings
 from megazpp.data.tokenizer import TokenizerConfig
-from megazpp.model.config import GPTConfig
 from megazpp.optim.schedule import TrainingProgress
 
 FILES = ("model_optim_rng.pt", "model_rng.pt")  # names that the file in a folder mp_rank_XX may have
@@ -106,9 +103,10 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
             f"{where} has no args, the flags of its run, because its version of Megatron-LM did not save them; save "
             "the checkpoint again with a newer version"
         )
-    if version not in (0, 1.0, 2.0, 3.0):
+    if version not in (2.0, 3.0):
         raise ValueError(
-            f"{where}: checkpoint_version {version!r} is not supported; the supported versions are 0, 1.0, 2.0 and 3.0"
+            f"{where}: checkpoint_version {version!r} is not supported, only 2.0 and 3.0; load and save the checkpoint "
+            "with a newer Megatron-LM"
         )
     settings = Settings(vars(arguments), f"{where}: args")
     if settings.count("pipeline_model_parallel_size", 1) > 1:
@@ -141,7 +139,7 @@ def open_megatron(folder: Path, iteration: int | None) -> Model:
                 )
     tensors: dict[str, Deferred] = {}
     for name in parts[0]:
-        join = functools.partial(_join, name=name, config=config, version=version)
+        join = functools.partial(_join, name=name)
         of_ranks = [part[name] for part in parts]
         # With SwiGLU, Megatron-LM's fc1 is one matrix: the rows of gate, then the rows of up. `GPTModel` has two, gate
         # and fc1.
@@ -308,23 +306,15 @@ def _our_name(name: str) -> str | None:
     return f"final_norm.{final[1]}" if final else _OTHER_NAMES.get(name)
 
 
-def _join(parts: Sequence[torch.Tensor], *, name: str, config: GPTConfig, version: float) -> torch.Tensor:
+def _join(parts: Sequence[torch.Tensor], *, name: str) -> torch.Tensor:
     """Join the shards of a tensor from all tensor-parallel ranks of a Megatron-LM checkpoint.
 
     Args:
         parts: shards in the order of ranks. A tensor that is not sharded has equal copies.
         name: name of the tensor in `GPTModel`.
-        config: architecture of the model.
-        version: checkpoint_version of the checkpoint, which determines the layout of fused queries, keys and values.
     """
     if not name.endswith(_SPLIT_ROWS + _SPLIT_COLUMNS):
         return parts[0]
-    heads, head_size = max(config.heads // len(parts), 1), config.head_size
-    if ".qkv." in name and version == 0:
-        parts = [fuse_qkv(part.chunk(3), groups=heads, head_size=head_size) for part in parts]
-    elif ".qkv." in name and version < 2.0:
-        rows = [part.reshape(heads, head_size, 3, *part.shape[1:]).transpose(1, 2) for part in parts]
-        parts = [part.flatten(0, 2) for part in rows]
     return torch.cat(list(parts), dim=0 if name.endswith(_SPLIT_ROWS) else 1)
 
 
@@ -356,7 +346,7 @@ class Unknown:
 def load_file(path: Path) -> dict[str, Any]:
     """Load one rank's file of a Megatron-LM checkpoint as a dictionary, without running code from the file.
 
-    Tensors are memory-mapped. Files from versions of torch before 1.6 do not support this and are read completely.
+    Tensors are memory-mapped. Files from versions of torch before 1.6 do not support this and are refused.
 
     Raises:
         ValueError: the file is missing or damaged, is not a checkpoint, or names classes that no checkpoint needs.
@@ -366,7 +356,7 @@ def load_file(path: Path) -> dict[str, Any]:
         known = {name for name in names if name.startswith(_HARMLESS) or name in _HARMLESS_NAMES}
         allowed: list[Any] = [argparse.Namespace, *((Unknown, name) for name in known)]
         with torch.serialization.safe_globals(allowed):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: copy the complete checkpoint") from None
     except pickle.UnpicklingError as error:
@@ -389,15 +379,8 @@ def load_file(path: Path) -> dict[str, Any]:
 
 def _global_names(path: Path) -> set[str]:
     """Return the names of all classes and functions that unpickling a file would import, without unpickling it."""
-
-    def names(file: IO[bytes]) -> set[str]:
-        codes = pickletools.genops(file)
+    with zipfile.ZipFile(path) as archive:
+        # Without such a file, [0] raises an IndexError, which `load_file` reports as a damaged file
+        name = [name for name in archive.namelist() if name.endswith("/data.pkl")][0]  # noqa: RUF015
+        codes = pickletools.genops(archive.read(name))
         return {str(value).replace(" ", ".") for code, value, _ in codes if code.name in ("GLOBAL", "INST")}
-
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            # Without such a file, [0] raises an IndexError, which `load_file` reports as a damaged file
-            name = [name for name in archive.namelist() if name.endswith("/data.pkl")][0]  # noqa: RUF015
-            return names(io.BytesIO(archive.read(name)))
-    with path.open("rb") as file:  # torch before 1.6 writes four pickles: magic number, version, machine, content
-        return set().union(*(names(file) for _ in range(4)))

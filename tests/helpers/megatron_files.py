@@ -79,7 +79,6 @@ def write_megatron(
     tp: int,
     version: float = 3.0,
     names: str = "new",
-    zipped: bool = True,
     **changes: Any,
 ) -> Path:
     """Write a Megatron-LM checkpoint of iteration 100 below `folder`, as --save does, and return `folder`.
@@ -89,39 +88,33 @@ def write_megatron(
         weights: unsharded weights by this project's names.
         config: model to which the weights belong.
         tp: tensor-parallel size, which is the number of files.
-        version: Megatron-LM's checkpoint_version, which sets the order of the rows of QKV; 0 stores no version.
+        version: Megatron-LM's checkpoint_version.
         names: generation of the parameter names: "old", "new" or "core".
-        zipped: False for the file format of torch before 1.6.
         changes: entries of the files that replace the usual ones.
     """
     for rank in range(tp):
-        model = _named(_rank_part(weights, config, rank, tp, version), names)
+        model = _named(_rank_part(weights, rank, tp), names)
         state: dict[str, Any] = {
             "args": arguments(config, tp),
             "iteration": 100,
             "model": model | {"decoder._extra_state": None} if names == "core" else {"language_model": model},
             "rng_state": [{"random": random.getstate(), "np": np.random.get_state(), "torch": torch.get_rng_state()}],
-            **({"checkpoint_version": version} if version else {}),
+            "checkpoint_version": version,
         }
         file = folder / "iter_0000100" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         file.parent.mkdir(parents=True)
-        torch.save(state | changes, file, _use_new_zipfile_serialization=zipped)
+        torch.save(state | changes, file)
     (folder / "latest_checkpointed_iteration.txt").write_text("100")
     return folder
 
 
-def _rank_part(
-    weights: Mapping[str, torch.Tensor], config: GPTConfig, rank: int, tp: int, version: float
-) -> dict[str, torch.Tensor]:
+def _rank_part(weights: Mapping[str, torch.Tensor], rank: int, tp: int) -> dict[str, torch.Tensor]:
     found = {}
     for name, part in weights.items():
         if re.search(r"(word|output)\.weight|(qkv|fc1|gate)\.", name):
             part = part.chunk(tp)[rank]
         elif re.search(r"(proj|fc2)\.weight", name):
             part = part.chunk(tp, dim=1)[rank]
-        if ".qkv." in name and version < 2:
-            rows = part.view(config.heads // tp, 3, config.head_size, *part.shape[1:])
-            part = rows.transpose(*((0, 1) if version == 0 else (1, 2))).reshape(part.shape)
         found[name] = part.clone()
     for name in [name for name in found if ".gate." in name]:  # Megatron-LM stores gate and up projection in one matrix
         fc1 = name.replace(".gate.", ".fc1.")
