@@ -49,12 +49,11 @@ class Diloco(Feature):
         config, plan, context = trainer.run.config, trainer.run.plan.of(DilocoPlan), trainer.run.context
         if plan is None or config.jobs > 1:
             return Attached()
-        from megazpp.diloco.loop import EarlyStop, LocalSteps, check_replica_group_memory
+        from megazpp.diloco.loop import EarlyStop, LocalSteps
         from megazpp.diloco.outer import ReplicaGroups
         from megazpp.diloco.state import replica_group_parts
 
         (model, sharding), dims, device = trainer.parts.built, context.dims, context.device
-        check_replica_group_memory(sharding.shard_elements, dims, device, plan)
         replica_groups = ReplicaGroups(sharding, dims, plan, config.precision)
         if device.type == "cuda":  # only Triton compiles kernels at run time; the kernels for CPUs are C code
             replica_groups.compile_kernels(device)

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazpp.base.program import GIGA
-from megazpp.diloco.config import DilocoPlan
 from megazpp.diloco.outer import ReplicaGroups
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.dims import ParallelDims
@@ -147,38 +145,3 @@ class LocalSteps:
             else:
                 replica_groups.after_step(iteration)
         return progress, meets
-
-
-def check_replica_group_memory(shard_elements: int, dims: ParallelDims, device: torch.device, plan: DilocoPlan) -> None:
-    """Check that this rank's GPU can hold its shard of a replica group's training states and outer states.
-
-    A CPU's memory is not checked.
-
-    Args:
-        shard_elements: number of elements of the model's weights on this rank.
-        dims: mesh axes of the job.
-        device: device of this rank.
-        plan: DiLoCo plan of the run.
-    Raises:
-        ValueError: the states need more memory than the GPU has.
-    """
-    available = device_bytes(device)
-    if available is None:
-        return
-    # Bytes per weight on this rank: 16 for fp32 weight, gradient and two moments, 4 for the received outer weight, and
-    # 1 for error feedback. Outer weight and momentum take 8 bytes, or 4 without momentum, split over the groups.
-    feedback = 1 if plan.feedback and plan.gradients is not None else 0
-    each = 16 + 4 + feedback + (8 if plan.outer_momentum else 4) / dims.replica_group.size
-    needed = round(shard_elements * each)
-    if needed > available:
-        ranks = dims.shard.size * dims.tp.size
-        raise ValueError(
-            f"--diloco-steps {plan.steps}: each of the {dims.replica_group.size} replica groups has a complete model "
-            f"on its {ranks} ranks, whose states need {needed / GIGA:.1f} GB per rank, but a GPU has "
-            f"{available / GIGA:.1f} GB: use fewer --diloco-replica-groups, so that each group has more ranks"
-        )
-
-
-def device_bytes(device: torch.device) -> int | None:
-    """Return the total memory of a GPU in bytes; None for a CPU, whose memory several ranks share."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

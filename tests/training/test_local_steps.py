@@ -11,11 +11,11 @@ import torch.distributed as dist
 from helpers.faults import guarded, launch, poison_gradient, state
 from helpers.ranks import ranks
 from helpers.tiers import slow
-from helpers.training import CPU, Case, build_diloco, build_on_ranks, build_step, diloco_plan
+from helpers.training import Case, build_diloco, build_step
 
 from megazpp.diloco import loop
 from megazpp.diloco.config import DilocoConfig
-from megazpp.diloco.loop import EarlyStop, LocalSteps, check_replica_group_memory
+from megazpp.diloco.loop import EarlyStop, LocalSteps
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.training.anomalies import NotFiniteError
 from megazpp.training.config import StopConfig
@@ -124,24 +124,3 @@ def test_exit_interval_stops_without_communication():
     stops = StopConditions(StopConfig(exit_interval=4))
     dims: Any = None  # any communication would use `dims`, and raise an error on None
     assert [stops.reason(i, dims, agree=False) for i in (3, 4)] == [None, "--exit-interval 4"]
-
-
-def check_memory() -> None:
-    """Check the memory limit at its exact value, in bytes per element.
-
-    An element needs 16 bytes for weights, gradients and moments, 4 for R (the outer weights as the group last saw
-    them), 1 for error feedback, and 8 / 2 for the outer weights and the outer momentum, which two groups share.
-    """
-    case = Case(nodes=2, tp=2, diloco=DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9))
-    model, sharding, dims = build_on_ranks(case)
-    needed = 25 * sum(parameter.to_local().numel() for parameter in model.parameters())
-    with mock.patch.object(loop, "device_bytes", side_effect=[needed, needed - 1]):
-        check_replica_group_memory(sharding.shard_elements, dims, CPU, diloco_plan(case))
-        with pytest.raises(
-            ValueError, match="--diloco-steps 2: each of the 2 replica groups has a complete model on its 2 "
-        ):
-            check_replica_group_memory(sharding.shard_elements, dims, CPU, diloco_plan(case))
-
-
-def test_model_too_large_for_a_replica_group_raises_an_error():
-    ranks(4).run(check_memory)
