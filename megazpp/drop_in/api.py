@@ -145,7 +145,14 @@ def zeropp(
     model.__dict__[HANDLE] = _Installed(handle, layout.cluster.ranks_per_node, asked)
     if dist.get_rank() == 0:
         anew = "error feedback and lossless deltas begin anew, unless Handle.load loads what Handle.save has saved"
-        for line in (layout.describe(), wire.describe(), *wire.notices, *([anew] if handle.keeps_state else ())):
+        lines = [layout.describe(), wire.describe(), *wire.notices, *([anew] if handle.keeps_state else ())]
+        mixed = [unit.name for unit in units if unit.num_shards > 1 and not unit.is_quantizable]
+        if mixed and wire.gather is not None and wire.gather.fmt is not None:
+            lines.append(
+                f"the weights of {len(mixed)} fully_shard calls ({mixed[0]} first) are not quantized: their parameters "
+                "are not all gathered in one of fp32, bf16 and fp16"
+            )
+        for line in lines:
             # Programs set fields of `ZeroConfig`, not flags: print zero_gradient_bits, not --zero-gradient-bits
             text = re.sub(r"--([a-z][a-z-]+)", lambda found: found[1].replace("-", "_"), line)
             print(f"megazpp: {text}", flush=True)

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from megazpp.drop_in.codec import MixedCodec
-from megazpp.drop_in.units import QUANTIZABLE, ProgramUnit
+from megazpp.drop_in.codec import ByteCodec, segments_in_bytes
+from megazpp.drop_in.units import ProgramUnit
 from megazpp.parallel.comm_queue import Moment
 from megazpp.zero.comms import CommContext
 from megazpp.zero.gather import CountedGather, Pending, TwoHopGather
-from megazpp.zero.wire import Codec
+from megazpp.zero.wire import Codec, Segment
 
 
 class ProgramRingGather(CountedGather):
@@ -40,6 +40,7 @@ class ProgramGather(TwoHopGather):
 
     num_uses = 0
     unit: ProgramUnit
+    _segments: tuple[Segment, ...]  # segments of the unit's parameters in `_codec`'s flat shard, see `ByteCodec`
 
     def __init__(self, unit: ProgramUnit, context: CommContext) -> None:
         self._dtypes = unit.gather_dtypes
@@ -48,12 +49,13 @@ class ProgramGather(TwoHopGather):
     def _new_codec(self) -> Codec:
         """Return a codec for the dtypes in which FSDP2 gathers the unit's parameters now, and record these dtypes."""
         dtypes = self._dtypes = self.unit.gather_dtypes
-        make = self._context.codec
-        codec = (
-            make(self.unit.segments, self._plan.fmt, dtypes[0])
-            if len(set(dtypes)) == 1 and dtypes[0] in QUANTIZABLE
-            else MixedCodec(self.unit.segments, dtypes, self._plan.fmt, make)
-        )
+        self._segments = self.unit.segments
+        codec: Codec
+        if self.unit.is_quantizable:
+            codec = self._context.codec(self._segments, self._plan.fmt, dtypes[0])
+        else:
+            self._segments = segments_in_bytes(self._segments, dtypes)
+            codec = ByteCodec(self._segments)
         if self._plan.differences and codec.dtype.itemsize != 2:
             raise ValueError(
                 f'zero_weight_delta="lossless" requires weights in one 16-bit dtype, but those in {self.unit.name} are '

@@ -52,6 +52,11 @@ class ProgramUnit(Unit):
         return tuple(found)
 
     @property
+    def is_quantizable(self) -> bool:
+        """True if FSDP2 gathers all parameters of the unit in one dtype that ZeRO++ can quantize."""
+        return len(set(self.gather_dtypes)) == 1 and self.gather_dtypes[0] in QUANTIZABLE
+
+    @property
     def reduce_dtypes(self) -> set[torch.dtype]:
         """The dtypes in which FSDP2 reduces the gradients of the unit's trained parameters.
 

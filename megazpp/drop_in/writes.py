@@ -320,7 +320,7 @@ class WatchedGather(ProgramGather):
 
     def _trained_bytes(self) -> list[tuple[int, int]]:
         """Return the byte ranges (start, stop) of the unit's message that hold its trained parameters."""
-        trained = [segment for segment, each in zip(self.unit.segments, self._trained, strict=True) if each]
+        trained = [segment for segment, each in zip(self._segments, self._trained, strict=True) if each]
         return byte_ranges(self._codec, trained)
 
     def _kind_of(self, trained: bool) -> InterNodeMessage:
