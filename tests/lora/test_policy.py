@@ -5,6 +5,7 @@ Adapters train as in one process, on a frozen base that also serves as the refer
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from megazpp.lora.config import LoraConfig
 from megazpp.lora.layers import LowRankAdapter, LowRankExpertAdapter, adapters_off
 from megazpp.lora.peft import tensors_file
 from megazpp.lora.policy import AdaptedPolicy, add_adapters, load_adapted, save_adapter
-from megazpp.model.config import GPTConfig
 from megazpp.model.gpt import GPTModel
 from megazpp.optim.build import build_optimizer
 from megazpp.optim.config import LossScaleConfig, OptimizerConfig
@@ -45,15 +45,19 @@ RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 @pytest.fixture(scope="module")
-def loads(tmp_path_factory) -> dict[str, str]:
-    """Save a checkpoint of each of MODELS, and return the checkpoints' folders by the models' names.
+def saved(tmp_path_factory) -> Callable[[str], str]:
+    """Return a function that saves a checkpoint of one of MODELS, once, and returns the checkpoint's folder.
 
     Rows of the wide model have several quantization blocks, even on each of two tp ranks.
     """
-    found = {kind: str(tmp_path_factory.mktemp(kind) / "save") for kind in MODELS}
-    for kind, folder in found.items():
+
+    @functools.cache
+    def save(kind: str) -> str:
+        folder = str(tmp_path_factory.mktemp(kind) / "save")
         ranks(2).run(run, Case(model=MODELS[kind], tp=2), 1, save=folder)
-    return found
+        return folder
+
+    return save
 
 
 def adapt(case: Case, lora: LoraConfig, load: str, **options: bool) -> tuple[AdaptedPolicy, ParallelDims]:
@@ -89,15 +93,12 @@ def train_on_ranks(case: Case, lora: LoraConfig, load: str) -> dict[str, Any]:
 
 
 @functools.cache
-def in_one_process(
-    kind: str | GPTConfig, load: str, bits: Any = None, lora: LoraConfig = ALL
-) -> list[tuple[float, float]]:
+def in_one_process(kind: str, load: str, bits: Any = None, lora: LoraConfig = ALL) -> list[tuple[float, float]]:
     """Train adapters in one process, as a reference; return (loss, gradient norm) of each step.
 
     The frozen weights are unsharded, and rounded to `bits` if that is not None. Clipping and optimizer are torch's.
     """
-    style = MODELS[kind] if isinstance(kind, str) else kind
-    case, model = Case(model=style), our_model(open_checkpoint(Path(load), None)[0], 16)
+    case, model = Case(model=MODELS[kind]), our_model(open_checkpoint(Path(load), None)[0], 16)
     if bits is not None:
         for weight in (each.detach() for each in model.parameters() if each.dim() == 2):
             rows = plan_rows(weight.shape[1], bits)
@@ -125,22 +126,22 @@ def in_one_process(
     ("world", "kind", "layout", "recompute"),
     [
         (2, "gpt2", {"tp": 2, "sequence_parallel": True}, {}),
-        slow(4, "llama", {"nodes": 2, "micro_batches": 2}, {}),
+        nightly(4, "llama", {"nodes": 2, "micro_batches": 2}, {}),
         nightly(2, "llama", {"tp": 2}, {}),
         nightly(4, "llama", {"tp": 4, "sequence_parallel": True}, RECOMPUTED),
         slow(4, "gpt2", {"tp": 2, "nodes": 2}, RECOMPUTED),
         slow(4, "llama", {"tp": 2, "nodes": 2, "sequence_parallel": True}, {}),
-        slow(2, "gpt2", {"stage": 0}, {}),
+        nightly(2, "gpt2", {"stage": 0}, {}),
         slow(2, "llama", {"stage": 2, "micro_batches": 2}, RECOMPUTED),
     ],
 )
-def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute):
+def test_adapters_train_as_in_one_process(saved, world, kind, layout, recompute):
     """Train adapters on several ranks, and compare with one process.
 
     fp32 sums in another order differ by up to 1e-5 over the steps.
     """
-    model, expected = dataclasses.replace(MODELS[kind], **recompute), in_one_process(kind, loads[kind])
-    results = ranks(world).run(train_on_ranks, Case(model=model, **layout), ALL, loads[kind])
+    model, expected = dataclasses.replace(MODELS[kind], **recompute), in_one_process(kind, saved(kind))
+    results = ranks(world).run(train_on_ranks, Case(model=model, **layout), ALL, saved(kind))
     for found in results:
         torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
         assert all(".adapter." in name for name in found["trained"])
@@ -157,16 +158,16 @@ def test_adapters_train_as_in_one_process(loads, world, kind, layout, recompute)
         slow(2, {"tp": 2, "sequence_parallel": True}, RECOMPUTED),
     ],
 )
-def test_adapters_on_experts_train_as_in_one_process(loads, world, layout, recompute):
+def test_adapters_on_experts_train_as_in_one_process(saved, world, layout, recompute):
     """Train adapters on experts, and compare with one process. fp32 sums in another order differ by up to 1e-5.
 
     The trained parameters are A and B of q_proj and of the three matrices of the experts, for all experts together.
     """
     model, expected = (
         dataclasses.replace(MIXTURE, **recompute),
-        in_one_process("mixture", loads["mixture"], None, EXPERTS),
+        in_one_process("mixture", saved("mixture"), None, EXPERTS),
     )
-    results = ranks(world).run(train_on_ranks, Case(model=model, **layout), EXPERTS, loads["mixture"])
+    results = ranks(world).run(train_on_ranks, Case(model=model, **layout), EXPERTS, saved("mixture"))
     for found in results:
         torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
         assert all(".adapter." in name for name in found["trained"])
@@ -215,10 +216,10 @@ def test_adapters_on_experts_equal_merged_experts():
         slow(16, 4, {"tp": 2, "nodes": 2}),
     ],
 )
-def test_adapters_on_a_packed_base_train_as_on_its_unpacked_weights(loads, bits, world, layout):
+def test_adapters_on_a_packed_base_train_as_on_its_unpacked_weights(saved, bits, world, layout):
     lora = dataclasses.replace(ALL, base_weight_bits=bits)
-    expected, exact = (in_one_process("wide", loads["wide"], each) for each in (bits, None))
-    for found in ranks(world).run(train_on_ranks, Case(model=WIDE, **layout), lora, loads["wide"]):
+    expected, exact = (in_one_process("wide", saved("wide"), each) for each in (bits, None))
+    for found in ranks(world).run(train_on_ranks, Case(model=WIDE, **layout), lora, saved("wide")):
         torch.testing.assert_close(torch.tensor(found["steps"]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
         assert found["unpacked"] == []
     # rounding the frozen base changes the first loss by 3e-5, so the comparison with a tolerance of 1e-5 shows that the
@@ -263,25 +264,25 @@ def check_reference(case: Case, load: str, folder: str) -> None:
 
 @pytest.mark.slow  # slow, because each rank imports PEFT
 @pytest.mark.parametrize(("world", "layout", "kind"), [(2, {"tp": 2}, "llama"), (2, {"nodes": 2}, "gpt2")])
-def test_disabled_adapters_give_the_base_and_saved_adapters_reload(loads, tmp_path, world, layout, kind):
-    ranks(world).run(check_reference, Case(model=MODELS[kind], **layout), loads[kind], str(tmp_path))
+def test_disabled_adapters_give_the_base_and_saved_adapters_reload(saved, tmp_path, world, layout, kind):
+    ranks(world).run(check_reference, Case(model=MODELS[kind], **layout), saved(kind), str(tmp_path))
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": True})])
-def test_dropout_masks_agree_over_tp_and_in_recomputation(loads, layout):
+def test_dropout_masks_agree_over_tp_and_in_recomputation(saved, layout):
     """Train adapters with dropout on two tp ranks, with and without recomputation. All steps must be equal.
 
     A new dropout mask in a recomputed layer would change its gradients.
     """
     lora, case = dataclasses.replace(ALL, lora_dropout=0.3), Case(model=LLAMA_STYLE, **layout)
     again = dataclasses.replace(case, model=dataclasses.replace(LLAMA_STYLE, **RECOMPUTED))
-    one, other = (ranks(2).run(train_on_ranks, each, lora, loads["llama"]) for each in (case, again))
+    one, other = (ranks(2).run(train_on_ranks, each, lora, saved("llama")) for each in (case, again))
     assert one[0]["steps"] == one[1]["steps"] == other[0]["steps"] == other[1]["steps"]
     torch.testing.assert_close(one[0]["dropped"], one[1]["dropped"])
     # In the first step, matrix B of each adapter is zero, so dropout has no effect on the loss. In the last step, B is
     # not zero, so the losses with and without dropout differ.
-    assert abs(one[0]["steps"][0][0] - in_one_process("llama", loads["llama"])[0][0]) < 1e-5
-    assert abs(one[0]["steps"][-1][0] - in_one_process("llama", loads["llama"])[-1][0]) > 1e-4
+    assert abs(one[0]["steps"][0][0] - in_one_process("llama", saved("llama"))[0][0]) < 1e-5
+    assert abs(one[0]["steps"][-1][0] - in_one_process("llama", saved("llama"))[-1][0]) > 1e-4
 
 
 def test_adapter_adds_its_product_times_alpha_over_rank():
@@ -310,8 +311,8 @@ def load_another(case: Case, load: str, folder: str, other: str) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_of_another_base_are_rejected(loads, tmp_path):
+def test_adapters_of_another_base_are_rejected(saved, tmp_path):
     case, other = Case(model=LLAMA_STYLE), str(tmp_path / "other")
     ranks(2).run(run, dataclasses.replace(case, seed=8), 1, save=other)
-    row = (case, loads["llama"], str(tmp_path), other, f": its base was {loads['llama']}")
+    row = (case, saved("llama"), str(tmp_path), other, f": its base was {saved('llama')}")
     assert ranks(2).run(not_refused, [row], load_another) == [[], []]

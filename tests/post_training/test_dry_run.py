@@ -77,8 +77,8 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
 
 
 SLOW = (
-    *("sft, adapters, 8 bits", "sft, many adapters, untied, zeropp", "reward", "dpo, synced, zeropp, untied"),
-    *("dpo, precomputed", "dpo, adapters, 4 bits, tp", "grpo, cp", "ppo"),
+    *("sft, adapters, 8 bits", "dpo, synced, zeropp, untied", "dpo, precomputed", "dpo, adapters, 4 bits, tp"),
+    "ppo",
 )
 
 

@@ -1,7 +1,4 @@
-"""Test post-training of mixtures of experts.
-
-Losses equal TRL's, and adapters of attention train beside frozen experts.
-"""
+"""Test post-training of mixtures of experts: losses equal TRL's, and some adapters are refused."""
 
 import copy
 import dataclasses
@@ -11,20 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.checkpoints import run
 from helpers.frameworks import texts, tokenizer
 from helpers.hf_models import SIZES, make_model, our_model, randomized, save
-from helpers.ranks import ranks
 from helpers.refusals import not_refused
-from helpers.tiers import slow
-from helpers.training import LLAMA_STYLE, MIXTURE_STYLE, Case
-from lora.test_policy import STEPS, adapt, in_one_process, train
+from helpers.training import MIXTURE_STYLE
 
 from megazpp.convert.huggingface import open_model
 from megazpp.data.loader import MicroBatch
 from megazpp.lora.checks import adapter_settings
 from megazpp.lora.config import LoraConfig
-from megazpp.lora.layers import adapters_off
 from megazpp.model.gpt import GPTModel
 from megazpp.post_training.config import PostTrainingConfig
 from megazpp.post_training.data import PairBatch
@@ -36,7 +28,6 @@ KINDS = ("mixtral", "qwen3_moe")
 SMALL = {"vocab_size": 128, "max_position_embeddings": 64, "pad_token_id": 1}
 ONE_RANK: Any = SimpleNamespace(data_size=1, replica_group=SimpleNamespace(size=1), sum_over_data_=lambda x: x)
 MIXTURE = dataclasses.replace(MIXTURE_STYLE, num_layers=2, moe_aux_loss_coeff=0.0)
-DENSE = LLAMA_STYLE  # a model without experts, with the same attention as MIXTURE
 ATTENTION = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 
 
@@ -135,73 +126,6 @@ def test_reward_loss_of_experts_equals_trl(tmp_path):
     tokens, mask = batch["input_ids"], torch.nn.functional.pad(batch["attention_mask"], (0, 1))
     own = pairs(torch.nn.functional.pad(tokens, (0, 1)), mask)
     compare(model, PreferenceLoss(PostTrainingConfig(objective="reward"), ONE_RANK), own, theirs, expected)
-
-
-# ---- adapters of attention beside frozen experts ----
-
-
-@pytest.fixture(scope="module")
-def loads(tmp_path_factory) -> dict[str, str]:
-    """Save a checkpoint of a model with experts and of a dense model.
-
-    Return the folders under the keys "experts" and "dense".
-    """
-    found = {kind: str(tmp_path_factory.mktemp(kind) / "save") for kind in ("experts", "dense")}
-    for kind, model in (("experts", MIXTURE), ("dense", DENSE)):
-        ranks(2).run(run, Case(model=model, ep=2 if kind == "experts" else 1), 1, save=found[kind])
-    return found
-
-
-def train_adapters(case: Case, load: str) -> tuple[list[tuple[float, float]], list[str], int, int]:
-    """Train LoRA adapters of attention on a frozen base.
-
-    Return the results of the steps, the names of trained parameters, and the bytes that this rank sent between nodes
-    and inside its node.
-    """
-    policy, dims = adapt(case, ATTENTION, load)
-    names, counter = [name for name, _ in policy.built.model.named_parameters()], dims.counter
-    before = [counter.sent_bytes(wire) for wire in ("cross", "local")]
-    batch = case.batch(9, 0, 1)
-    with torch.no_grad(), adapters_off(policy.built.model):
-        base = policy.built.model(batch.tokens, batch.labels)
-    policy.built.sharding.reshard()
-    steps = train(policy, dims, case)
-    with torch.no_grad(), adapters_off(policy.built.model):
-        # with adapters off, the model still gives the losses of the base
-        assert torch.equal(policy.built.model(batch.tokens, batch.labels), base)
-    assert [unit.name for unit in policy.base.units if unit.is_unpacked] == []
-    crossed, inside = (counter.sent_bytes(wire) - sent for wire, sent in zip(("cross", "local"), before, strict=True))
-    return steps, names, crossed, inside
-
-
-@pytest.mark.parametrize(
-    ("world", "layout", "recompute"),
-    [
-        slow(2, {"tp": 2, "sequence_parallel": True}, None),
-        slow(4, {"nodes": 2, "micro_batches": 2}, None),
-        slow(4, {"tp": 2, "nodes": 2}, "full"),
-    ],
-)
-def test_adapters_of_attention_train_beside_frozen_experts(loads, world, layout, recompute):
-    """Train adapters beside frozen experts in several layouts. Steps equal those of one process, up to fp32 sums.
-
-    Only the adapters cross nodes, as in a dense model.
-    """
-    model = dataclasses.replace(MIXTURE, recompute_granularity=recompute)
-    results = ranks(world).run(train_adapters, Case(model=model, **layout), loads["experts"])
-    dense = ranks(world).run(train_adapters, Case(model=DENSE, **layout), loads["dense"])
-    expected = torch.tensor(in_one_process(MIXTURE, loads["experts"], lora=ATTENTION))
-    for (steps, names, crossed, inside), (_, same_names, same_crossed, less) in zip(results, dense, strict=True):
-        torch.testing.assert_close(torch.tensor(steps), expected, rtol=1e-5, atol=1e-5)
-        assert len(steps) == STEPS
-        assert names == same_names
-        assert all(".attention." in name for name in names)
-        assert crossed == same_crossed
-        # the frozen base model with experts is larger than the dense one; so more bytes are sent inside the node, if
-        # the node has several data ranks
-        assert (inside != less) == ("nodes" in layout and "tp" not in layout)
-    if "nodes" in layout:
-        assert max(crossed for *_, crossed, _ in results) > 0
 
 
 def test_adapters_outside_of_attention_and_experts_are_refused_in_models_with_experts():

@@ -171,6 +171,7 @@ def test_every_trl_default_is_ours_or_has_a_reason():
     assert {*OBJECTIVES} == {*TRL}
 
 
+@pytest.mark.slow  # the import of TRL takes seconds
 def test_stored_defaults_match_the_installed_trl():
     trl = pytest.importorskip("trl")
     # TRL's configs inherit from transformers' TrainingArguments, so its version matters too
