@@ -158,7 +158,7 @@ GRID = {
 }
 QUICK = ("HSDP", "zeropp, tp, sequence", "states in host memory")
 SLOW = (
-    *("stage 0", "stage 2", "ZeRO-3, overlap", "qwZ", "hpZ, overlap", "qgZ", "zeropp, cyclic", "every micro-batch"),
+    *("stage 0", "stage 2", "ZeRO-3, overlap", "hpZ, overlap", "zeropp, cyclic", "every micro-batch"),
     *("Muon, by nodes", "Muon, whole over nodes", "no overlap, recompute", "states in host memory, hpZ off"),
     *("replica groups, tp, late fragments", "zeropp on replica groups"),
     "replica groups of one rank, not quantized",
