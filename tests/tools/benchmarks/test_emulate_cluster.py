@@ -15,6 +15,7 @@ from emulate_cluster import EmulatedCluster, parse_rate
 from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program
 from helpers.refusals import not_refused
+from helpers.tiers import nightly, slow
 
 from megazpp.base.program import UserError
 
@@ -97,9 +98,10 @@ def test_rate_can_change_during_a_job_and_one_failed_rank_ends_all(send, capfd):
 SPLIT = "--context-parallel-size 4 --allow-cp-across-nodes"
 
 
-@pytest.mark.slow
 @needs_root
-@pytest.mark.parametrize("flags", ["", f"--zeropp {SPLIT}", "--tensor-model-parallel-size 4 --sequence-parallel"])
+@pytest.mark.parametrize(
+    "flags", [nightly(""), slow(f"--zeropp {SPLIT}"), slow("--tensor-model-parallel-size 4 --sequence-parallel")]
+)
 def test_interfaces_carry_the_bytes_that_a_run_prints(tmp_path, monkeypatch, flags):
     """Train 2 and 6 steps on two nodes, and compare the additional bytes of the interfaces and of summary.json.
 
@@ -120,9 +122,8 @@ def test_interfaces_carry_the_bytes_that_a_run_prints(tmp_path, monkeypatch, fla
     assert carried[1] - carried[0] == pytest.approx(printed[1] - printed[0], rel=0.03)
 
 
-@pytest.mark.slow
 @needs_root
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), nightly(signal.SIGTERM), slow(signal.SIGKILL)])
 def test_no_process_or_namespace_is_left_however_a_run_ends(tmp_path, send, number):
     """Stop the tool by a signal, and check that all its processes end.
 
