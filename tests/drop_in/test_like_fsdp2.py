@@ -671,13 +671,6 @@ FIRST = (
 )
 
 
-ON_FOUR_RANKS = (
-    "one_rank_discards",
-    "used_in_some_micro_batches",
-    "odd_parameters",
-)
-
-
 def cases(first: Sequence[str], first_tier: Any, other_tier: Any) -> list[Any]:
     """Return all scenarios as test parameters; those in `first` get the marks `first_tier`, the others `other_tier`."""
     tiers = {name: first_tier if name in first else other_tier for name in SCENARIOS}
@@ -694,7 +687,7 @@ def test_gradients_on_one_node_match_plain_fsdp2():
     compare_with_plain("zeros_instead_of_missing_gradients", 2, ("exact, one node",))
 
 
-@pytest.mark.parametrize("name", cases(ON_FOUR_RANKS, [pytest.mark.slow], [pytest.mark.nightly]))
+@pytest.mark.parametrize("name", cases(["one_rank_discards"], [pytest.mark.slow], [pytest.mark.nightly]))
 def test_training_loop_matches_plain_fsdp2(name):
     compare_with_plain(name, 4, ("exact", "exact, no overlap"))
 
