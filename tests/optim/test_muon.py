@@ -152,16 +152,14 @@ CASES = {
     "tp": Case(model=LLAMA_STYLE, tp=4, optimizer=MUON),
     "tp, copies": Case(model=LLAMA_STYLE, tp=2, replicas=2, optimizer=MUON),
     "tp, every setting": Case(tp=2, optimizer=SETTINGS),
-    "2 nodes": Case(nodes=2, optimizer=MUON),
     "2 nodes, llama, tp": Case(model=LLAMA_STYLE, nodes=2, tp=2, optimizer=MUON),
     "2 nodes, a copy on each": Case(nodes=2, replicas=2, optimizer=MUON),
-    "4 nodes": Case(nodes=4, optimizer=MUON),
     "shards that end inside heads": Case(model=FIVE_HEADS, nodes=2, optimizer=MUON),
     "nodes of one rank": Case(model=FIVE_HEADS, nodes=4, optimizer=MUON),
 }
 
 
-SLOW = ("tp, copies", "2 nodes, llama, tp", "2 nodes, a copy on each", "shards that end inside heads")
+SLOW = ("2 nodes, llama, tp", "2 nodes, a copy on each", "shards that end inside heads")
 
 
 @pytest.mark.parametrize("case", chosen(CASES, "tp, every setting", slow=SLOW))
@@ -230,10 +228,10 @@ def test_full_steps_use_whole_matrices_gathered_in_8_bits():
 
 
 def crossed(case: Case, optimizer: OptimizerConfig) -> list[int]:
-    """Train four steps; return the bytes that this rank sends to other nodes in each step."""
+    """Train two steps; return the bytes that this rank sends to other nodes in each step."""
     step, dims = build_step(dataclasses.replace(case, optimizer=optimizer))
     found = [dims.counter.sent_bytes("cross")]
-    for iteration in range(1, 5):
+    for iteration in (1, 2):
         step(case.batches(iteration, dims), learning_rate=RATE, weight_decay=DECAY, iteration=iteration)
         found.append(dims.counter.sent_bytes("cross"))
     return [after - before for before, after in itertools.pairwise(found)]
@@ -279,13 +277,8 @@ def test_skipped_step_leaves_weights_and_momentum_unchanged():
     ranks(2).run(skip, Case(nodes=2, optimizer=MUON))
 
 
-@pytest.mark.slow
-def test_skipped_step_leaves_tensor_parallel_weights_and_momentum_unchanged():
-    ranks(4).run(skip, Case(nodes=2, tp=2, optimizer=MUON))
-
-
 TRAININGS = {
-    "stage 0, tp": Case(stage=0, tp=4, micro_batches=4),
+    "stage 0, tp": Case(stage=0, tp=4, micro_batches=2),
     "stage 1, micro-batches": Case(stage=1, micro_batches=4),
     "stage 2, tp, sequence": Case(model=LLAMA_STYLE, stage=2, tp=2, sequence_parallel=True, micro_batches=2),
     "stage 3, context": Case(model=LLAMA_STYLE, stage=3, cp=2),

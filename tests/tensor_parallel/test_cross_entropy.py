@@ -86,9 +86,18 @@ def test_chunked_loss_entropy_gradients_and_bytes_match_torch(size):
     ranks(size).run(compare_all)
 
 
-@pytest.mark.slow  # compiling the kernels takes long
-def test_fused_kernels_match_torch():
-    ranks(2).run(compare, REAL, PADDED, SMALL, 0.7, fuse=cross_entropy.torch_compiled)
+def compare_fused() -> None:
+    """Compare the fused functions, traced by torch.compile without its C++ compiler, which would take most of the time.
+
+    tests/model/test_compile.py compares the compiled C++ code of a whole model with eager operations.
+    """
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        compare(REAL, PADDED, SMALL, 0.7, fuse=cross_entropy.torch_compiled)
+
+
+@pytest.mark.slow
+def test_fused_functions_match_torch():
+    ranks(2).run(compare_fused)
 
 
 def test_fused_kernels_process_all_tokens_of_a_chunk_at_once():
