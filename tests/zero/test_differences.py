@@ -212,7 +212,7 @@ def see_what_crosses_next(case: Case) -> None:
 
 
 def test_step_sends_a_delta_and_other_writes_send_full_weights():
-    ranks(2).run(see_what_crosses_next, lossless(model=LLAMA_STYLE))
+    ranks(2).run(see_what_crosses_next, lossless())
 
 
 def with_a_bad_weight(case: Case) -> None:

@@ -42,7 +42,7 @@ OVERLAPS: dict[str, tuple[int, dict[str, Any]]] = {
     "hpZ": (4, {"zero": ZeroConfig(zero_hpz_partition_size="auto"), "model": LLAMA_STYLE}),
     "qgZ": (4, {"zero": ZeroConfig(zero_quantized_gradients=True), "micro_batches": 4, "model": LLAMA_STYLE}),
     "zeropp": (4, {"micro_batches": 4, "model": LLAMA_STYLE}),
-    "classic": (4, {"zero": ZeroConfig(zeropp=True, zero_cross_every_microbatch=True), "micro_batches": 4}),
+    "classic": (4, {"zero": ZeroConfig(zeropp=True, zero_cross_every_microbatch=True), "micro_batches": 2}),
     "lossless": (4, {"zero": LOSSLESS, "precision": BF16, "micro_batches": 2, "model": LLAMA_STYLE}),
     "one rank per node": (2, {}),
     "tp": (4, {"tp": 2, "sequence_parallel": True}),

@@ -20,7 +20,7 @@ ZEROPP = ZeroConfig(zeropp=True)
 def steps(case: Case, verify: bool) -> list[float]:
     step, dims = build_step(case)
     losses = []
-    for index in range(3):
+    for index in range(2):
         losses.append(step(case.batches(index, dims), learning_rate=1e-2, weight_decay=0.0).loss)
         if verify:
             verify_weights(step.sharding, dims)
@@ -74,7 +74,7 @@ def _error(step: Any, dims: Any) -> str:
         # rank 3 on node 1 has local index 1, so the corrupted message is the shard of rank 1
         (4, 1, 3, "layers.0, shard of rank 1: other weights on rank 2, 3"),
         # the verification compares only ranks with the same tp index
-        slow(8, 2, 6, "layers.0, shard of rank 2: other weights on rank 4, 6"),
+        slow(4, 2, 2, "layers.0, shard of rank 0: other weights on rank 2"),
     ],
 )
 def test_flipped_bit_in_secondary_partition_is_reported_by_unit_and_ranks(world, tp, rank, said):

@@ -56,9 +56,9 @@ SLOW = ("3 x 2", "sequence parallel", "documents, recompute", "bf16")
 def test_two_hops_without_quantization_match_plain_fsdp2(case):
     """ZeRO++ sums gradients in another order than FSDP2. The learning rate is so low that AdamW amplifies no rounding.
 
-    Losses differ by up to 1e-5 over 4 steps in fp32, and by 1 % in 16-bit formats.
+    Losses differ by up to 1e-5 over 3 steps in fp32, and by 1 % in 16-bit formats.
     """
-    case, rel = {"micro_batches": 2, "steps": 4, "learning_rate": 1e-3, **case}, 1e-2 if "precision" in case else 1e-5
+    case, rel = {"micro_batches": 2, "steps": 3, "learning_rate": 1e-3, **case}, 1e-2 if "precision" in case else 1e-5
     world = case.pop("ranks")
     plain, two_hops = (run(world, zero=zero, **case) for zero in (None, EXACT))
     assert two_hops["loss"] == pytest.approx(plain["loss"], rel=rel)
@@ -66,17 +66,14 @@ def test_two_hops_without_quantization_match_plain_fsdp2(case):
     assert two_hops["skipped"] == plain["skipped"] == 0
 
 
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "tp", "classic"), [(2, 1, 1, True), nightly(2, 2, 2, True), slow(3, 2, 1, False)]
-)
-def test_quantized_training_follows_exact_training(nodes, per_node, tp, classic):
+def test_quantized_training_follows_exact_training():
     """8-bit weights and 8/4-bit gradients change a tiny model's loss by less than 1 % in 4 steps."""
-    case = {"nodes": nodes, "tp": tp, "micro_batches": 2, "learning_rate": 1e-3, "steps": 4}
-    case["global_batch"] = nodes * per_node // tp * 4
-    plain = run(nodes * per_node, **case)
-    quantized = run(nodes * per_node, zero=ZeroConfig(zeropp=True, zero_cross_every_microbatch=classic), **case)
-    assert quantized["loss"] == pytest.approx(plain["loss"], rel=1e-2)
-    assert quantized["loss"] != plain["loss"]
+    case = {"nodes": 2, "micro_batches": 2, "learning_rate": 1e-3, "steps": 4, "global_batch": 8}
+    plain = run(2, **case)
+    for classic in (False, True):
+        quantized = run(2, zero=ZeroConfig(zeropp=True, zero_cross_every_microbatch=classic), **case)
+        assert quantized["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+        assert quantized["loss"] != plain["loss"]
 
 
 def test_replicas_communicate_once_per_optimizer_step():
@@ -89,30 +86,29 @@ def test_replicas_communicate_once_per_optimizer_step():
 
 
 def train_with_evaluation_and_load(case: Case) -> list[float]:
-    """Take 8 steps, evaluate after step 3, load the weights of step 2 after step 6, and return all losses."""
+    """Take 6 steps, evaluate after step 2, load the weights of step 1 after step 5, and return all losses."""
     step, dims = build_step(case)
     losses = []
-    for index in range(8):
+    for index in range(6):
         batches = case.batches(index, dims)
         losses.append(step(batches, learning_rate=case.learning_rate, weight_decay=0.01).loss)
-        if index == 1:
+        if index == 0:
             saved = copy.deepcopy(step.model.state_dict())
-        if index == 2:
+        if index == 1:
             evaluator = Evaluator(step.model, step.sharding, FixedBatches(batches), dims, iterations=1, batch_size=1)
             losses.append(evaluator())
-        if index == 5:
+        if index == 4:
             step.model.load_state_dict(saved)
     return losses
 
 
-@pytest.mark.parametrize(("quantized", "micro_batches"), [(True, 1), slow(False, 2)])
-def test_hpz_is_bit_identical_to_no_hpz(quantized, micro_batches):
-    zero = ZeroConfig(zero_quantized_weights=quantized, zero_hpz_partition_size="auto")
-    case = Case(nodes=2, micro_batches=micro_batches, model=LLAMA_STYLE, zero=zero)
-    without = dataclasses.replace(case, zero=ZeroConfig(zero_quantized_weights=quantized))
+def test_hpz_is_bit_identical_to_no_hpz():
+    zero = ZeroConfig(zero_quantized_weights=True, zero_hpz_partition_size="auto")
+    case = Case(nodes=2, model=LLAMA_STYLE, zero=zero)
+    without = dataclasses.replace(case, zero=ZeroConfig(zero_quantized_weights=True))
     found, expected = (ranks(4).run(train_with_evaluation_and_load, each)[0] for each in (case, without))
     assert found == expected
-    assert expected[7] > expected[5]  # loading has restored the old weights, so the loss is higher again
+    assert expected[6] > expected[5]  # loading has restored the old weights, so the loss is higher again
 
 
 # ---- bytes on each axis -------------------------------------------------------------------------------------------
@@ -139,7 +135,7 @@ def bytes_of_one_step(case: Case) -> Sent:
 
 
 @pytest.mark.slow  # in the default tier, the next test checks the bytes across nodes
-@pytest.mark.parametrize(("nodes", "tp", "micro_batches"), [(2, 1, 8), (4, 2, 1)])
+@pytest.mark.parametrize(("nodes", "tp", "micro_batches"), [(2, 1, 2), (4, 2, 1)])
 def test_bytes_follow_the_layout_and_cross_bytes_ignore_micro_batches(nodes, tp, micro_batches):
     case = Case(nodes=nodes, tp=tp, micro_batches=micro_batches, zero=ALL, model=LLAMA_STYLE, global_batch=64)
     others = 8 // nodes // tp - 1  # number of other data-parallel ranks in the node
