@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.faults import launch, poison_output, state
 from helpers.ranks import ranks
-from helpers.tiers import chosen, nightly, slow
+from helpers.tiers import chosen, slow
 from helpers.training import (
     BIASED_STYLE,
     GPT2_STYLE,
@@ -89,7 +89,7 @@ def assert_equal_to_plain(world_size: int, case: Case) -> None:
     assert expected["loss"][-1] < 0.97 * expected["loss"][0]
 
 
-@pytest.mark.parametrize("case", chosen(GRID, EVERY_SPREAD[2], slow=[EVERY_SPREAD[i] for i in (3, 4, 6, 8)]))
+@pytest.mark.parametrize("case", chosen(GRID, EVERY_SPREAD[2], slow=[EVERY_SPREAD[i] for i in (4, 6, 8)]))
 def test_losses_and_norms_equal_one_process(case):
     """If attention stays inside documents, the number of tokens with a loss differs between ranks and micro-batches.
 
@@ -108,20 +108,14 @@ FACTORS = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_m
 FACTORED = dataclasses.replace(GPT2_STYLE, **FACTORS)
 BESIDE = {
     "one rank, whole copies": (1, Case(stage=0, micro_batches=2)),
-    "one rank, shards": (1, Case(model=LLAMA_STYLE, micro_batches=2)),
     "2 ranks": (2, Case(model=LLAMA_STYLE)),
-    "2 ranks, tp": (2, Case(model=LLAMA_STYLE, tp=2, stage=1)),
     "8 ranks, tp": (8, Case(model=LLAMA_STYLE, tp=4, stage=2)),
-    "biases of heads": (4, Case(model=BIASES, tp=2, sequence_parallel=True, stage=1, micro_batches=2)),
     "biases of heads that ranks share": (4, Case(model=BIASES, tp=4, sequence_parallel=True)),
     "a copy on every node": (4, Case(nodes=2, replicas=2, micro_batches=2)),
-    "a copy on every node, tp": (4, Case(nodes=2, replicas=2, micro_batches=2, tp=2, stage=2)),
     "a copy on two nodes each, tp": (8, Case(nodes=4, replicas=2, micro_batches=2, tp=2)),
     "cp, zeropp in 16 bits": (4, Case(cp=2, nodes=2, zero=ZEROPP_16, micro_batches=2, documents=True)),
-    "cp, tp, zeropp in 16 bits": (4, Case(cp=2, tp=2, nodes=2, zero=ZEROPP_16, sequence_parallel=True)),
     "cp across nodes": (4, Case(model=LLAMA_STYLE, cp=4, nodes=2)),
     "cp across copies of a node": (4, Case(cp=4, replicas=2)),
-    "cp, one key for 4 ranks": (4, Case(model=llama(num_query_groups=1), cp=4)),
     "cp, 2 groups for 4 ranks": (4, Case(model=llama(num_query_groups=2), cp=4, documents=True)),
     "cp, 3 groups for 2 ranks": (4, Case(model=llama(num_attention_heads=6, num_query_groups=3), cp=2, stage=2)),
     "cp, attention recomputed": (4, Case(model=CORE, cp=2, tp=2)),
@@ -140,7 +134,7 @@ BESIDE = {
         "cp, zeropp in 16 bits",
         "norms after blocks and of all heads",
         "cp, windows and positions by layers",
-        slow=("2 ranks", "a copy on every node", "cp, 2 groups for 4 ranks", "factors", "cp, 8 ranks"),
+        slow=("2 ranks", "a copy on every node", "cp, 2 groups for 4 ranks", "factors"),
     ),
 )
 def test_losses_and_gradients_equal_one_process_with_other_settings(beside):
@@ -266,9 +260,7 @@ def three_steps_with_a_nan_in_the_second(case: Case) -> None:
         assert (state(step) != before) == taken
 
 
-@pytest.mark.parametrize(
-    "case", [slow(Case(stage=0)), nightly(Case(stage=1)), Case(tp=2), slow(Case(model=BIASED_STYLE))]
-)
+@pytest.mark.parametrize("case", [slow(Case(stage=0)), Case(tp=2), slow(Case(model=BIASED_STYLE))])
 def test_nan_on_one_rank_skips_the_update_on_all_ranks(case):
     ranks(4).run(three_steps_with_a_nan_in_the_second, case)
 
@@ -293,10 +285,9 @@ def train_with_evaluations(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [Case(stage=0, micro_batches=2), Case(tp=2, micro_batches=2)])
-def test_evaluation_during_training_changes_nothing(case):
-    expected = plain(case.model, documents=False)["loss"]
-    for result in ranks(4).run(train_with_evaluations, case):
+def test_evaluation_during_training_changes_nothing():
+    expected = plain(GPT2_STYLE, documents=False)["loss"]
+    for result in ranks(4).run(train_with_evaluations, Case(tp=2, micro_batches=2)):
         assert result["loss"] == pytest.approx(expected, rel=5e-6)
         assert result["evaluated"][:-1] == pytest.approx(expected[1:], rel=5e-6)
 
@@ -315,10 +306,9 @@ def test_each_zero_stage_sends_the_documented_bytes():
     """
     for stage, micro_batches, gathers, reduces in (
         # ZeRO-3 gathers weights twice per micro-batch, for forward and backward, and reduces gradients once
-        (3, 1, 2, 1),
-        (3, 4, 8, 4),
-        (2, 4, 1, 4),
-        (1, 4, 1, 1),
+        (3, 2, 4, 2),
+        (2, 2, 1, 2),
+        (1, 2, 1, 1),
     ):
         results = ranks(4).run(train_on_ranks, Case(stage=stage, micro_batches=micro_batches, nodes=2, steps=1))
         # bytes that a rank sends in one ring of 4 ranks: 3 shards with 4 bytes per element

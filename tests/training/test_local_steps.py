@@ -67,14 +67,13 @@ def train(
     return rows, ""
 
 
-PLAIN = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3))
 LATE = Case(nodes=2, steps=8, diloco=DilocoConfig(diloco_steps=3, diloco_fragment_sync_delay=2))
 LARGE = Case(
     nodes=4, steps=8, zero=ZeroConfig(zeropp=True), diloco=DilocoConfig(diloco_steps=3, diloco_replica_groups=2)
 )
 
 
-@pytest.mark.parametrize(("case", "meetings"), [(LATE, [5, 8]), slow(PLAIN, [3, 6, 8]), slow(LARGE, [3, 6, 8])])
+@pytest.mark.parametrize(("case", "meetings"), [(LATE, [5, 8]), slow(LARGE, [3, 6, 8])])
 def test_replica_groups_communicate_only_where_a_merge_is_due(case, meetings, tmp_path):
     results = ranks(4).run(train, case, tmp_path)
     for rows, error in results:
@@ -89,9 +88,9 @@ def test_replica_groups_communicate_only_where_a_merge_is_due(case, meetings, tm
             assert rows[meeting - 1]["inner"] == pytest.approx(sum(own) / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize(("case", "meeting"), [(PLAIN, 3), slow(LATE, 5)])
-def test_nan_in_one_replica_group_ends_the_job_at_the_next_merge(case, meeting, tmp_path):
-    for rank, (rows, error) in enumerate(ranks(4).run(train, case, tmp_path, poisoned=3)):
+def test_nan_in_one_replica_group_ends_the_job_at_the_next_merge(tmp_path):
+    meeting = 5
+    for rank, (rows, error) in enumerate(ranks(4).run(train, LATE, tmp_path, poisoned=3)):
         assert "iteration 2: loss" in error
         assert "from rank 3" in error
         assert len(rows) == meeting - 1
@@ -102,17 +101,15 @@ def test_nan_in_one_replica_group_ends_the_job_at_the_next_merge(case, meeting, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "meeting"), [(PLAIN, 3), (LATE, 5)])
-def test_signal_on_one_rank_stops_all_ranks_at_the_next_merge(case, meeting, tmp_path):
-    for rows, _ in ranks(4).run(train, case, tmp_path, signalled=1):
-        assert [row["stopped"] for row in rows[:meeting]] == [None] * (meeting - 1) + ["SIGTERM"]
+def test_signal_on_one_rank_stops_all_ranks_at_the_next_merge(tmp_path):
+    for rows, _ in ranks(4).run(train, LATE, tmp_path, signalled=1):
+        assert [row["stopped"] for row in rows[:5]] == [None] * 4 + ["SIGTERM"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [PLAIN, LATE])
-def test_signal_between_synchronizations_stops_all_ranks_at_one_step(case, tmp_path):
+def test_signal_between_synchronizations_stops_all_ranks_at_one_step(tmp_path):
     steps = 400
-    case = dataclasses.replace(case, steps=steps, diloco=dataclasses.replace(case.diloco, diloco_steps=steps // 2))
+    case = dataclasses.replace(LATE, steps=steps, diloco=dataclasses.replace(LATE.diloco, diloco_steps=steps // 2))
     results = ranks(4).run(train, case, tmp_path, signalled=1, stops_early=True)
     (stopped,) = {len(rows) for rows, _ in results}
     assert stopped < steps // 2

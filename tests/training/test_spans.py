@@ -78,7 +78,7 @@ def test_alignment_uses_the_barrier_and_keeps_distances_on_a_host():
     assert [[s.start_seconds for s in of_rank] for of_rank in aligned] == [[1], [3], [1]]
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(INTERVALS, INTERVALS)
 def test_union_and_intersection_match_sets_of_unit_slots(a, b):
     merged, other = union(a), union(b)
