@@ -218,14 +218,23 @@ def check(folder: Path, kind: str, *settings: Value) -> bool:
 
 @pytest.mark.parametrize("kind", chosen({kind: kind for kind in AXES}, "gpt2", "llama"))
 def test_every_setting_is_exact_or_rejected_by_its_key(kind, tmp_path):
+    """Check accepted values of all axes together, one value of each axis at a time, and each refused value alone."""
     write_folder(tmp_path, kind, {})
-    exact = [check(tmp_path, kind, value) for axis in AXES[kind] for value in axis]
-    assert sum(exact) >= 10
+    axes = accepted_values(kind)
+    for number in range(max(map(len, axes))):
+        assert check(tmp_path, kind, *(values[number % len(values)] for values in axes))
+    for value in itertools.chain(*AXES[kind]):
+        if value.refused is not None:
+            check(tmp_path, kind, value)
+
+
+def accepted_values(kind: str) -> list[list[Value]]:
+    return [[value for value in axis if value.refused is None] for axis in AXES[kind]]
 
 
 def settings_of_all_pairs(kind: str) -> list[list[Value]]:
     """Return lists with one accepted value per axis of AXES[kind]. Together they contain every pair of values."""
-    axes = [[value for value in axis if value.refused is None] for axis in AXES[kind]]
+    axes = accepted_values(kind)
     picked = [case.values for case in pairwise(itertools.product(*map(range, map(len, axes)))) if not case.marks]
     return [[axis[place] for axis, place in zip(axes, places, strict=True)] for places in picked]
 
@@ -233,10 +242,13 @@ def settings_of_all_pairs(kind: str) -> list[list[Value]]:
 @pytest.mark.parametrize("kind", chosen({kind: kind for kind in AXES}, slow=("gpt2", "llama")))
 def test_every_pair_of_settings_is_exact_or_rejected_by_its_key(kind, tmp_path):
     write_folder(tmp_path, kind, {})
-    for axes in itertools.combinations(AXES[kind], 2):
-        for pair in itertools.product(*axes):
-            if any(value.refused is not None for value in pair):
-                check(tmp_path, kind, *pair)
+    for axis in AXES[
+        kind
+    ]:  # with each refused value, each accepted value of the other axes, one of each axis at a time
+        others = [values for values, of in zip(accepted_values(kind), AXES[kind], strict=True) if of is not axis]
+        for refused in (value for value in axis if value.refused is not None):
+            for number in range(max(map(len, others))):
+                check(tmp_path, kind, refused, *(values[number % len(values)] for values in others))
     for values in settings_of_all_pairs(kind):
         assert check(tmp_path, kind, *values)
 
