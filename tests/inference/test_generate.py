@@ -90,7 +90,7 @@ DRAWS = [(PROMPTS[:1], DRAWN, seed, 0) for seed in (1, 2, 1)]
         ("gpt2", 2, 1, 3, False),
         slow("llama", 2, 2, 0, True),
         nightly("mixture", 2, 2, 3, False),
-        slow("gpt2", 4, 1, 1, False),
+        slow("gpt2", 2, 1, 1, False),
         slow("mixture", 4, 2, 3, True),
         nightly("gpt2", 4, 2, 3, True),
         nightly("llama", 4, 4, 2, False),

@@ -212,7 +212,7 @@ def test_adapters_on_experts_equal_merged_experts():
         nightly(8, 2, {"tp": 2, "sequence_parallel": True}),
         nightly(4, 2, {"nodes": 2}),
         slow(4, 2, {"tp": 2, "sequence_parallel": True}),
-        slow(8, 4, {"nodes": 2}),
+        slow(8, 2, {"nodes": 2}),
         slow(16, 4, {"tp": 2, "nodes": 2}),
     ],
 )

@@ -57,7 +57,6 @@ def load(tmp_path_factory) -> str:
     ("world", "layout", "bits"),
     [
         slow(2, {"tp": 2, "sequence_parallel": True}, 8),
-        slow(4, {"nodes": 2, "tp": 2}, 16),
         slow(4, {"nodes": 2, "tp": 2}, 4),
     ],
 )

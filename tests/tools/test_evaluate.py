@@ -54,18 +54,15 @@ def test_weights_on_disk_give_the_losses_of_resident_weights(trained, tmp_path):
     Packing to 8 bits changes bits per byte by less than 0.01. Packing to 4 bits changes them by more, but less than
     0.1.
     """
-    _, exact = numbers(trained)
-    off = {}
-    for bits in (8, 4):
-        stored = ["--weight-bits", bits, "--weights-device", "disk", "--weight-store", tmp_path / str(bits)]
-        resident = numbers(trained, "--weight-bits", bits)
-        assert numbers(trained, *stored) == resident
-        _, per_byte = numbers(trained, *stored, "--tensor-model-parallel-size", 2, world=2)
-        # matrices that are split over two tp ranks have other quantization blocks
-        assert per_byte == pytest.approx(resident[1], abs=0.01)
-        off[bits] = max(abs(one - other) for one, other in zip(resident[1], exact, strict=True))
-    assert off[8] < 0.01
-    assert off[8] < off[4] < 0.1
+    exact, packed, coarse = (numbers(trained, *flags) for flags in ((), ("--weight-bits", 8), ("--weight-bits", 4)))
+    stored = ["--weight-bits", 8, "--weights-device", "disk", "--weight-store", tmp_path]
+    assert numbers(trained, *stored) == packed
+    _, per_byte = numbers(trained, *stored, "--tensor-model-parallel-size", 2, world=2)
+    # matrices that are split over two tp ranks have other quantization blocks
+    assert per_byte == pytest.approx(packed[1], abs=0.01)
+    fine, more = (max(abs(a - b) for a, b in zip(each[1], exact[1], strict=True)) for each in (packed, coarse))
+    assert fine < 0.01
+    assert fine < more < 0.1
 
 
 def test_cpu_uses_one_process_per_tp_rank_unless_nproc_is_given(converted, monkeypatch):
