@@ -62,6 +62,7 @@ INSTEAD = [
     (r"^python pretrain_gpt.py --nnodes (.*?)( \.\.\.)?$", r"python pretrain_gpt.py --nnodes \1 --print-config"),
     (r"^python tools/(coordinate.py|report.py .*--rounds).*", r"\g<0> --help"),
     (r"@run7.args", f"@configs/gpt_125m.args {DATA} --global-batch-size 384 --train-iters 1000"),
+    (r"^python pretrain_gpt.py @configs/gpt_18b.args .*--plan.*", r"\g<0> --print-config"),  # instead of a long search
     (r"^python -m pytest$", ""),
     (r"^python -m pytest (\S+).*", rf"test -e {ROOT}/\1"),
     (r"pretrain_gpt.py \.\.\.", "pretrain_gpt.py @book.args"),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 SEED = 20
 SECONDS_TO_START = 2.0  # approximate time from the start of the program to its first step
-FLAGS = ["pretrain_gpt.py", *TOY, "--eval-iters", "0", "--zeropp", "--emulate-nodes", "2"]
+FLAGS = [str(ROOT / "pretrain_gpt.py"), *TOY, "--eval-iters", "0", "--zeropp", "--emulate-nodes", "2"]
 OURS = ["--nproc", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -31,12 +31,25 @@ def start(*command: str, folder: Path, cwd: Path = ROOT) -> Program:
 
 
 class Runs:
-    """Commands that run pretrain_gpt.py with a common run folder and a common checkpoint folder."""
+    """Commands that run pretrain_gpt.py with a common run folder and a common checkpoint folder.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        places = {"run-dir": "run", "save": "checkpoints", "load": "checkpoints", "data-cache-path": "cache"}
+    Args:
+        path: folder of both.
+        named: False if no flag names the folders. The run folder's name then contains the time of the first start, and
+            the checkpoints are in the run folder.
+    """
+
+    def __init__(self, path: Path, *, named: bool = True) -> None:
+        self.path, self.named = path, named
+        places = {"run-dir": "run", "save": "checkpoints", "load": "checkpoints"} if named else {}
+        places |= {"data-cache-path": "cache"}
         self.command = [*FLAGS, *(f"--{flag}={path / name}" for flag, name in places.items())]
+        self.command += [] if named else ["--save-to-run-dir"]
+
+    @property
+    def folder(self) -> Path:
+        (folder,) = [self.path / "run"] if self.named else (self.path / "runs").iterdir()
+        return folder
 
     def losses(self) -> dict[int, set[tuple[float, float]]]:
         """Return the logged pairs (loss, gradient norm) of each iteration.
@@ -44,7 +57,7 @@ class Runs:
         An iteration that was repeated after a restart has one pair if both times gave the same numbers.
         """
         found: defaultdict[int, set[tuple[float, float]]] = defaultdict(set)
-        for line in (self.path / "run" / "metrics.jsonl").read_text().splitlines():
+        for line in (self.folder / "metrics.jsonl").read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):  # rank 0 was killed while it wrote this line
                 row = json.loads(line)
                 found[row["iteration"]].add((row["lm_loss"], row["grad_norm"]))
@@ -52,7 +65,8 @@ class Runs:
 
     @property
     def saved(self) -> int:
-        return int((self.path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+        checkpoints = (self.path if self.named else self.folder) / "checkpoints"
+        return int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
 
 
 @pytest.mark.parametrize(
@@ -61,14 +75,15 @@ class Runs:
 def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, diloco):
     """Ranks are killed at the start, while loading, in steps and in saves.
 
-    The losses of all iterations must equal those of a run without faults.
+    The losses of all iterations must equal those of a run without faults. All restarts use the first start's run
+    folder, although no flag names it.
     """
-    calm, runs, length = Runs(tmp_path / "calm"), Runs(tmp_path / "runs"), 20 * kills
+    calm, runs, length = Runs(tmp_path / "calm"), Runs(tmp_path, named=False), 20 * kills
     flags = (*OURS, *diloco.split(), "--train-iters", str(length))
     code, output = run_forked(*calm.command, *flags, folder=tmp_path)
     assert code == 0, output
     saving = ("--save-interval", "3", "--keep-last", "2", "--max-restarts", str(kills))
-    program = start(*runs.command, *flags, *saving, folder=tmp_path)
+    program = start(*runs.command, *flags, *saving, folder=tmp_path, cwd=tmp_path)
     kill_at_random_moments(program, kills)
     output = program.finish()
     assert program.process.returncode == 0, output
@@ -77,22 +92,6 @@ def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, ki
     assert runs.losses() == calm.losses()
     assert sorted(runs.losses()) == list(range(1, length + 1))
     assert runs.saved == length
-
-
-def test_restart_continues_in_the_run_folder_that_no_flag_names(tmp_path):
-    """Without --run-dir, the name of the run folder contains the time of the first start, so restarts must keep it."""
-    flags = [*FLAGS, *OURS, "--save-to-run-dir", "--save-interval", "2", "--max-restarts", "1", "--train-iters", "12"]
-    flags[0] = str(ROOT / flags[0])
-    program = start(*flags, "--data-cache-path", "cache", folder=tmp_path, cwd=tmp_path)
-    program.wait_for("successfully saved checkpoint at iteration       4")
-    os.kill(program.workers()[0], signal.SIGKILL)
-    output = program.finish()
-    assert program.process.returncode == 0, output
-    (run,) = (tmp_path / "runs").iterdir()
-    assert " loading checkpoint from " in output
-    iterations = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert sorted(set(iterations)) == list(range(1, 13))
-    assert iterations.count(1) == 1
 
 
 def kill_at_random_moments(program: Program, kills: int) -> None:

@@ -82,7 +82,6 @@ def test_fork_of_a_run_gets_records_of_its_own(tmp_path):
     ("first", "then", "consumed"),
     [
         ("--nproc 1 --exit-interval 3", "--nproc 2", [4, 8, 12, 20, 28, 36]),
-        ("--nproc 2 --exit-interval 3", "--nproc 1", [8, 16, 24, 28, 32, 36, 40]),
         (
             "--nproc 1 --global-batch-size 8 --rampup-batch-size 4 4 8 --exit-interval 4",
             "--nproc 1 --global-batch-size 8",
@@ -105,15 +104,14 @@ def test_run_of_samples_resumes_on_other_ranks_and_ends_its_schedule(start, firs
     assert f"training is complete: {consumed[-1]} of --train-samples 40 are consumed" in again.output
 
 
-@pytest.mark.parametrize(("first", "then"), [(8, 4), (4, 8)])
-def test_run_of_steps_resumes_with_another_batch_size(start, first, then):
-    length, blend = "--train-iters 40 --nproc 1 --micro-batch-size 4", "--data-path 0.7 a 0.3 b"
-    before = start(f"{length} --global-batch-size {first} --exit-interval 6", blend)
-    after = start(f"{length} --global-batch-size {then} {OVERRIDE}", blend)
+def test_run_of_steps_resumes_with_another_batch_size(start):
+    length, blend = "--train-iters 10 --nproc 1 --micro-batch-size 4", "--data-path 0.7 a 0.3 b"
+    before = start(f"{length} --global-batch-size 8 --exit-interval 4", blend)
+    after = start(f"{length} --global-batch-size 4 {OVERRIDE}", blend)
     rows = before.metrics + after.metrics
-    assert [row["iteration"] for row in rows] == [*range(1, 41)]
-    assert rows[-1]["consumed_samples"] == 6 * first + 34 * then
-    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-2 * (1 - step / 40) for step in range(40)])
+    assert [row["iteration"] for row in rows] == [*range(1, 11)]
+    assert rows[-1]["consumed_samples"] == 4 * 8 + 6 * 4
+    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-2 * (1 - step / 10) for step in range(10)])
 
 
 def test_consumed_tokens_count_each_sample_with_its_own_length(start):
@@ -145,8 +143,7 @@ def test_one_note_names_changed_flags_and_their_effect_on_samples(tmp_path, star
     shutil.copytree(tmp_path, tmp_path / "elsewhere", ignore=shutil.ignore_patterns("[!ab]*"))
     longer = f"--train-iters 12 {OVERRIDE}"
     rows = [
-        (AGAIN, "0.5 a 0.5 b", []),
-        (f"{AGAIN} --split 90/5/5", "5 elsewhere/a 5 elsewhere/b", []),
+        (f"{AGAIN} --split 90/5/5 --global-batch-size 4", "5 elsewhere/a 5 elsewhere/b", []),
         (
             f"{AGAIN} --global-batch-size 4 --adam-beta2 0.9 --hidden-dropout 0",
             "0.5 a 0.5 b",
@@ -160,13 +157,11 @@ def test_one_note_names_changed_flags_and_their_effect_on_samples(tmp_path, star
                 f"{SAME_ORDER}; validation is over 8 samples, was over 4; the test is over 8 samples, was over 4"
             ],
         ),
-        (f"{AGAIN} --global-batch-size 12", "0.5 a 0.5 b", [f"the global batch size is 12, was 4: {SAME_ORDER}; "]),
         (
             f"{AGAIN} --reset-attention-mask",
             "0.5 a 0.5 b",
             [f"--reset-attention-mask is True, was False: {SAME_ORDER}"],
         ),
-        (f"{AGAIN} --seed 6", "0.5 a 0.5 b", [f"--seed is 6, was 5: {REORDERED}about 0 of the 32 samples to come "]),
         (f"{AGAIN} --seq-length 16", "0.5 a 0.5 b", [f"--seq-length is 16, was 32: {REORDERED}about 0 of the 32 "]),
         (
             AGAIN,

@@ -18,6 +18,7 @@ from helpers.pretrain import TOY
 from helpers.program import LAUNCHER_VARIABLES, ROOT
 from helpers.ranks import ranks
 from helpers.small_run import SMALL, parse
+from helpers.tiers import chosen
 
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims
@@ -40,6 +41,8 @@ DIFFERENT = {
     "OMP_NUM_THREADS=3": "OMP_NUM_THREADS) must be equal on all ranks, but is 1 and ",
     "ATEN_CPU_CAPABILITY=default": "ATEN_CPU_CAPABILITY can lower it) must be equal on all ranks, but is ",
 }
+# found by the same comparisons as others
+ALIKE = ("--lr 0.5", "--save-to-run-dir", "TORCH_GLOO_LAZY_INIT=1", "ATEN_CPU_CAPABILITY=default")
 
 
 def test_facts_have_flags_versions_and_variables_but_no_paths(monkeypatch):
@@ -118,8 +121,7 @@ def free_port() -> int:
         return place.getsockname()[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", DIFFERENT)
+@pytest.mark.parametrize("flags", chosen({flags: flags for flags in DIFFERENT}, slow={*DIFFERENT} - {*ALIKE}))
 def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
     """Start two ranks with different flags, variables or data, and check that both end with an error.
 

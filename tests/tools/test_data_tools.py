@@ -14,6 +14,7 @@ import report
 import train_tokenizer
 from helpers.pairs import TEXT
 from helpers.program import Program
+from helpers.tiers import nightly, slow
 
 from megazpp.data.indexed_builder import IndexedDatasetBuilder
 from megazpp.data.indexed_dataset import IndexedDataset
@@ -90,8 +91,7 @@ def test_preprocess_data_accepts_megatron_flags_and_counts_bad_lines(run_main):
     assert tokens("my_title_document") == [111, 256, 116, 256]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [slow(signal.SIGKILL), slow(signal.SIGINT), nightly(signal.SIGTERM)])
 def test_stopped_preprocessing_leaves_no_dataset_and_can_be_repeated(tmp_path, how):
     corpus = tmp_path / "a.jsonl"
     # the file has 100 blocks, of which workers read 8 ahead, so the program is stopped in the middle
