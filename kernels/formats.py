@@ -13,7 +13,7 @@ from typing import Literal
 
 SCALE_BYTES = 2  # bytes of a block's scale in a message, which is one bf16 number
 ALIGNMENT = 16  # each segment's quantized integers start at a multiple of this many bytes in the message
-MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 32, 2048
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class BlockFormat:
         The scale's magnitude is m / 9 instead of the larger of the two quotients, so the largest elements are clipped.
         This format is for gradients with error feedback, which adds what was clipped to the next message.
 
-    Raises:
-        ValueError: bits is not 4 or 8, block_size is not a power of two in 32..2048, or clip is set for 8 bits.
+    `block_size` is one of BLOCK_SIZES, and `clip` is for int4 only.
     """
 
     bits: Literal[4, 8]
@@ -43,16 +42,8 @@ class BlockFormat:
     clip: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"BlockFormat: bits must be 4 or 8, not {self.bits}")
-        if self.clip and self.bits != 4:
-            raise ValueError(f"BlockFormat: clip=True is only defined for bits=4, not for bits={self.bits}")
-        power_of_two = self.block_size & (self.block_size - 1) == 0
-        if not (MIN_BLOCK_SIZE <= self.block_size <= MAX_BLOCK_SIZE and power_of_two):
-            raise ValueError(
-                f"BlockFormat: block_size must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE},"
-                f" not {self.block_size}"
-            )
+        is_supported = self.block_size in BLOCK_SIZES and (self.bits == 4 or (self.bits == 8 and not self.clip))
+        assert is_supported, f"{self} is not supported"
 
     @property
     def block_bytes(self) -> int:

@@ -6,9 +6,7 @@ from helpers.refusals import not_refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazpp.kernels.formats import BlockFormat
-
-BLOCK_SIZES = [32, 64, 128, 256, 512, 1024, 2048]
+from megazpp.kernels.formats import BLOCK_SIZES, BlockFormat
 
 
 def test_full_blocks_cost_their_bits_and_one_bf16_scale():
@@ -25,7 +23,8 @@ def test_blocks_cover_a_segment_without_empty_blocks(bits, block_size, n):
     assert fmt.bits_per_element(0) == 0.0
 
 
-def test_unsupported_bits_and_block_sizes_are_rejected_by_value():
-    wrong: list[Any] = [(bits, 128, f"not {bits}") for bits in (2, 3, 16)]
-    wrong += [(8, size, f"not {size}") for size in (16, 4096, 96, 0, -32)]
-    assert not_refused(wrong, BlockFormat) == []
+def test_unsupported_bits_and_block_sizes_are_rejected():
+    wrong: list[Any] = [(bits, 128, False, f"bits={bits}, block_size=128") for bits in (2, 3, 16)]
+    wrong += [(8, size, False, f"block_size={size}") for size in (16, 4096, 96, 0, -32)]
+    wrong += [(8, 32, True, "bits=8, block_size=32, clip=True")]
+    assert not_refused(wrong, BlockFormat, AssertionError) == []
