@@ -53,10 +53,8 @@ class Diloco(Feature):
         from megazpp.diloco.outer import ReplicaGroups
         from megazpp.diloco.state import replica_group_parts
 
-        (model, sharding), dims, device = trainer.parts.built, context.dims, context.device
+        (model, sharding), dims = trainer.parts.built, context.dims
         replica_groups = ReplicaGroups(sharding, dims, plan, config.precision)
-        if device.type == "cuda":  # only Triton compiles kernels at run time; the kernels for CPUs are C code
-            replica_groups.compile_kernels(device)
         trainer.states = replica_group_parts(trainer.states, replica_groups, model, trainer.values)
         trainer.flags |= {"diloco_outer_lr": plan.outer_lr, "diloco_outer_momentum": plan.outer_momentum}
         trainer.guard.has_replica_groups = True

@@ -124,14 +124,6 @@ class OuterUnit(OuterRows):
         self._sent = self.pack(weight)
         self._work = self._axis.queue.submit(functools.partial(self._cross, self._sent, correction))
 
-    def warm_up(self, device: torch.device) -> None:
-        """Compile the kernels of a synchronization, by packing and unpacking zeros; no rank communicates."""
-        codec, rows = self.gradients, torch.zeros_like(self.rows)
-        sent = codec.empty(self._axis.size, device=device)
-        codec.pack(rows, sent, errors=codec.new_errors(self._axis.size, device=device) if self.errors else None)
-        codec.unpack_sum(sent.unsqueeze(1), rows[:1], accumulate=False)
-        self.common.warm_up(rows[0])
-
     def _cross(self, sent: torch.Tensor, correction: Work[torch.Tensor]) -> None:
         """Run a synchronization: reduce outer gradients, step the outer optimizer, and gather changes of outer weights.
 
@@ -256,12 +248,6 @@ class ReplicaGroups:
     def outer_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes with R, the common outer weights, for example to evaluate R."""
         return computing_with_rows(self.sharding, self.units)
-
-    def compile_kernels(self, device: torch.device) -> None:
-        """Compile the kernels of synchronizations for `device` now, so that the first synchronization is not slower."""
-        with torch.no_grad():
-            for unit in self.units:
-                unit.warm_up(device)
 
     # ---- checkpoints: outer weights, momentum, R and counts to save and to restore ----------------------------------
 
