@@ -136,12 +136,10 @@ class Handle(Sharding):
 
         Args:
             optimizer: optimizer that has stepped; None means an optimizer that holds all parameters.
-        Raises:
-            RuntimeError: `zero_weight_keyframe_interval` is set, but `begin_step` was never called.
         """
-        keyframe, held = self._sends_keyframe(), _ids_of(optimizer)
+        held = _ids_of(optimizer)
         for gather in self._watched:
-            gather.after_step(keyframe=keyframe, held=held)
+            gather.after_step(held=held)
         # If the program clears gradients that an optimizer step has used, their error feedback stays valid. If it
         # clears gradients that no step has used, `RestoringReduce` drops their error feedback.
         for reduce in self._restoring:

@@ -102,11 +102,10 @@ class WatchedGather(ProgramGather):
         if any(self.unit.stepped(held)) and self.vote() == InterNodeMessage.KEYFRAME:
             self.drop()
 
-    def after_step(self, *, keyframe: bool, held: Collection[int] | None = None) -> None:
+    def after_step(self, *, held: Collection[int] | None = None) -> None:
         """Record an optimizer step, if it may have changed parameters of this unit; see `TwoHopGather.after_step`.
 
         Args:
-            keyframe: True if the next use must send whole weights.
             held: `id`s of the sharded parameters that the optimizer holds; None means all parameters.
         """
         stepped = self.unit.stepped(held)
@@ -115,7 +114,7 @@ class WatchedGather(ProgramGather):
         # The next use must send whole weights if a weight delta, or only the trained parameters, would not contain all
         # changes: if parameters were frozen or unfrozen since the last cross-node hop, or the step changed frozen ones.
         frozen_too = any(each and not trained for each, trained in zip(stepped, self._trained, strict=False))
-        outdated = keyframe or self._made_from is None or self._trained != self.unit.is_trained
+        outdated = self._made_from is None or self._trained != self.unit.is_trained
         if outdated or (frozen_too and not self._keeps_frozen()):
             self.drop()
         elif any(each and trained for each, trained in zip(stepped, self._trained, strict=True)):

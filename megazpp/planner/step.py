@@ -456,7 +456,7 @@ class StepSimulator:
                 gather.before_step()
             unit.version += 1
             if gather is not None:
-                gather.after_step(keyframe=False)
+                gather.after_step()
 
     def _update_on_host(self, unit: SimulatedUnit) -> None:
         """Simulate the update of a unit whose states are in host memory: `HostShard.update` of --optimizer-cpu-offload.

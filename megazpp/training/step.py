@@ -97,7 +97,7 @@ class TrainStep:
         """
         # ---- forward and backward of all micro-batches
         self.model.train()
-        self.sharding.begin_step(iteration)
+        self.sharding.begin_step()
         if self.guard is not None:
             self.guard.begin_step()
         local_losses, loss = self._forward_backward(micro_batches)

@@ -35,8 +35,6 @@ class ZeroConfig(Config):
         zero_weight_delta: lossless: nodes exchange exact changes of 16-bit weights; none: whole weights; auto: lossless
             with --zeropp and 16-bit compute if it fits into memory and is not estimated to be slower than int8,
             otherwise none.
-        zero_weight_keyframe_interval: iterations between two sends of whole weights with --zero-weight-delta lossless,
-            which repair a secondary copy that faulty memory or a faulty link has corrupted (default: never).
         zero_gradient_bits: bits per gradient inside a node and across nodes: 4, 8, or 16 to send gradients unquantized.
         zero_error_feedback: add a moving average of the cross-node quantization errors to the next step's gradients
             (LoCo); takes 1 byte of device memory per parameter and node.
@@ -69,7 +67,6 @@ class ZeroConfig(Config):
     zero_quantized_gradients: bool | None = flag(None)
     zero_weight_bits: Literal[8, 16] | None = flag(None)
     zero_weight_delta: Literal["auto", "lossless", "none"] = flag("auto")
-    zero_weight_keyframe_interval: int | None = flag(None, must_be="positive")
     zero_gradient_bits: tuple[Literal[4, 8, 16], Literal[4, 8, 16]] = flag((8, 4))
     zero_error_feedback: bool = flag(True)
     zero_error_feedback_beta: float = flag(0.8, must_be="below one")

@@ -193,13 +193,12 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         if not self.unit.is_sharded or self._made_from != self.unit.fingerprint():
             self.drop()
 
-    def after_step(self, *, keyframe: bool) -> None:
+    def after_step(self) -> None:
         """Record that an optimizer step has changed the unit's weights; call this method after the step on all ranks.
 
-        Args:
-            keyframe: True if the next use must send whole weights instead of a weight delta.
+        The next use sends a weight delta, or whole weights if nodes exchange no deltas.
         """
-        if keyframe or not self.secondary.sends_differences or self._made_from is None:
+        if not self.secondary.sends_differences or self._made_from is None:
             self.drop()
         elif not self.unit.is_frozen:
             self._made_from, self._has_stepped, self._received = self.unit.fingerprint(), True, None

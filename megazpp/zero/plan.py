@@ -165,7 +165,6 @@ def _without_effect(config: ZeroConfig, plan: CommPlan) -> str | None:
         "zero_quantized_weights": config.weight_bits < 16 and not (plan.gather and plan.gather.differences),
         "zero_weight_bits": config.weight_bits == 8
         or (config.quantizes_weights and not (plan.gather and plan.gather.differences)),
-        "zero_weight_keyframe_interval": plan.gather is not None and plan.gather.differences,
         "zero_gradient_bits": two_hops,
         "zero_error_feedback_beta": crossing and config.zero_error_feedback,
         "zero_error_feedback_reset": crossing and config.zero_error_feedback,

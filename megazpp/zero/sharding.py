@@ -132,7 +132,7 @@ class Sharding:
     Args:
         model: model that FSDP2 has wrapped.
         units: sharding units of the model, which are FSDP2's parameter groups.
-        zero: flags of ZeRO; this class reads the intervals of keyframes and of error feedback resets.
+        zero: flags of ZeRO; this class reads the interval of error feedback resets.
         comms: a pair (all-gather, reduce-scatter) for each unit whose collectives replace FSDP2's. The all-gather is
             None for a unit that is not sharded, because its mesh has one rank.
         counter: counter of the bytes that this rank sends.
@@ -154,22 +154,17 @@ class Sharding:
     ) -> None:
         self.model, self.units, self.counter, self._zero = model, units, counter, zero
         self.states = states or DeviceStates()
-        self._iteration: int | None = None
         self._modules = [(module, zero.stage_over(unit.num_shards)) for unit in units for module in unit.modules]
         self._gathers = [gather for gather, _ in comms if isinstance(gather, TwoHopGather)]
         self._reduces = [reduce for _, reduce in comms if isinstance(reduce, TwoHopReduce)]
         self._watchable = [reduce for _, reduce in comms]
         self.residents = [gather for gather in self._gathers if gather.secondary.sends_differences]
 
-    def begin_step(self, iteration: int) -> None:
+    def begin_step(self) -> None:
         """Begin a training step; call this method before the step's first micro-batch.
 
-        Only --zero-weight-keyframe-interval and --optimizer-cpu-offload need this call.
-
-        Args:
-            iteration: number of the training step, from 1.
+        Only --optimizer-cpu-offload needs this call.
         """
-        self._iteration = iteration
         self.states.begin_step()
 
     def begin_micro_batch(self, *, last: bool) -> None:
@@ -277,28 +272,12 @@ class Sharding:
 
         At the end of the context, ZeRO++ marks the weights that nodes have exchanged as outdated. Fused and foreach
         optimizer steps on DTensors move no version counter, so ZeRO++ cannot detect the change by itself.
-
-        Raises:
-            RuntimeError: --zero-weight-keyframe-interval is set, but `begin_step` was never called.
         """
-        keyframe = self._sends_keyframe()
         for gather in self.residents:
             gather.before_step()
         yield
         for gather in self._gathers:
-            gather.after_step(keyframe=keyframe)
-
-    def _sends_keyframe(self) -> bool:
-        """Return True if --zero-weight-keyframe-interval makes nodes exchange whole weights after the current step."""
-        interval = self._zero.zero_weight_keyframe_interval
-        if interval is None:
-            return False
-        if self._iteration is None:
-            raise RuntimeError(
-                f"--zero-weight-keyframe-interval {interval} depends on the number of the training step, which is "
-                "unknown: call Sharding.begin_step(iteration) at the start of each step"
-            )
-        return self._iteration % interval == 0
+            gather.after_step()
 
     def metrics(self) -> dict[str, float]:
         """Return counters of the training steps since the last call, for the metrics of the run.

@@ -88,7 +88,6 @@ def test_impossible_zero_flags_are_rejected_by_name():
         ({**lossless, "zero_hpz_partition_size": "1"}, "requires --zero-hpz-partition-size auto, not 1"),
         ({"zero_quantized_weights": True, "zero_weight_delta": "lossless"}, "auto, not 1"),
         ({**lossless, "dtype": torch.float32}, "--zero-weight-delta lossless requires --bf16 or --fp16"),
-        ({"zero_weight_keyframe_interval": 0}, "--zero-weight-keyframe-interval 0 is not positive"),
     ]
     assert not_refused(wrong, lambda flags: plan(**flags)) == []
     with pytest.raises(ValueError, match="no implementation for xpu"):
@@ -97,7 +96,6 @@ def test_impossible_zero_flags_are_rejected_by_name():
 
 UNUSED: dict[str, tuple[Any, str]] = {
     "zero_weight_bits": (16, "--zero-weight-bits 16"),
-    "zero_weight_keyframe_interval": (9, "--zero-weight-keyframe-interval 9"),
     "zero_gradient_bits": ((4, 4), "--zero-gradient-bits 4 4"),
     "zero_error_feedback_beta": (0.5, "--zero-error-feedback-beta 0.5"),
     "zero_error_feedback_reset": (9, "--zero-error-feedback-reset 9"),
@@ -111,15 +109,13 @@ def test_flags_without_effect_give_a_notice_unless_zeropp_is_set():
         (notice,) = plan(zero_stage=stage, **{name: value for name, (value, _) in UNUSED.items()}).notices
         assert notice.endswith(", ".join(words for _, words in UNUSED.values())), stage
     for name, (value, _) in UNUSED.items():
-        delta = "lossless" if name == "zero_weight_keyframe_interval" else "none"
-        assert plan(zeropp=True, zero_weight_delta=delta, **{name: value}).notices == (), name
+        assert plan(zeropp=True, **{name: value}).notices == (), name
 
 
 def test_flags_that_one_switch_alone_ignores_give_a_notice():
     for flags, name in [
         ({"zero_quantized_weights": True, "zero_accumulate_in_bf16": True}, "--zero-accumulate-in-bf16"),
         ({"zero_quantized_weights": True, "zero_weight_bits": 16}, "--zero-quantized-weights"),
-        ({"zeropp": True, "zero_weight_keyframe_interval": 9}, "--zero-weight-keyframe-interval 9"),
         ({"zero_hpz_partition_size": "auto", "zero_weight_bits": 16}, "--zero-weight-bits 16"),
         ({"zeropp": True, "zero_weight_delta": "lossless", "zero_weight_bits": 16}, "--zero-weight-bits 16"),
         ({"zero_stage": 2, "overlap_param_gather": True}, "--overlap-param-gather"),
@@ -140,8 +136,8 @@ def test_layout_without_inter_node_traffic_falls_back_with_a_notice():
         found = plan(layout_of(**where), zeropp=True)
         assert (found.gather, found.reduce) == (None, None), where
         assert "no traffic crosses nodes, so ZeRO-3's collectives are used" in found.notices[0], where
-        interval = plan(layout_of(**where), zeropp=True, zero_weight_keyframe_interval=9)
-        assert "--zero-weight-keyframe-interval 9" in interval.notices[1], where
+        bits = plan(layout_of(**where), zeropp=True, zero_gradient_bits=(4, 4))
+        assert "--zero-gradient-bits 4 4" in bits.notices[1], where
     alone = plan(layout_of(tp=4), zeropp=True)
     assert alone.gather is not None
     assert "full copy" in alone.notices[0]
