@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import CPU, build_gpt, draw, sample, step
-from helpers.tiers import slow
 from helpers.training import GPT2_STYLE, Case, build_on_ranks
 
 from megazpp.model.config import GPTConfig
@@ -152,9 +151,7 @@ def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.
     return ours
 
 
-@pytest.mark.parametrize(
-    ("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH), slow(4, False, BOTH)]
-)
+@pytest.mark.parametrize(("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH)])
 def test_dropout_depends_on_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
     """Check that losses, and gradients of replicated parameters, are equal on all tp ranks.
 
@@ -177,10 +174,9 @@ def loss_of_the_same_samples(case: Case) -> tuple[int, list[list[float]]]:
     return dims.data_rank, model(data.tokens, data.labels).tolist()
 
 
-@pytest.mark.parametrize(("stage", "tp", "model"), [(3, 2, HIDDEN_ONLY), (0, 1, BOTH)])
-def test_data_ranks_sample_different_masks(stage, tp, model):
-    results = ranks(4).run(loss_of_the_same_samples, Case(model=model, tp=tp, stage=stage))
+def test_data_ranks_sample_different_masks():
+    results = ranks(4).run(loss_of_the_same_samples, Case(model=HIDDEN_ONLY, tp=2))
     for (one, loss), (other, loss_there) in itertools.combinations(results, 2):
         # losses are equal exactly if two ranks have the same data rank (tp ranks share masks)
         assert (loss == loss_there) == (one == other)
-    assert {data_rank for data_rank, _ in results} == {*range(4 // tp)}
+    assert {data_rank for data_rank, _ in results} == {0, 1}

@@ -192,11 +192,10 @@ def test_float8_model_is_near_fp32_and_gathers_inputs_once(style, fmt, sequence_
 def test_float8_sharded_run_learns_and_recomputes_bit_identically():
     zero = ZeroConfig(zeropp=True)
     case = Case(model=LLAMA_STYLE, float8="hybrid", nodes=2, tp=2, sequence_parallel=True, zero=zero)
-    models = [LLAMA_STYLE, *(dataclasses.replace(LLAMA_STYLE, recompute_granularity=g) for g in ("full", "selective"))]
-    cases = [dataclasses.replace(case, model=model) for model in models]
-    ours, *recomputed = (ranks(4).run(train_on_ranks, each)[0]["loss"] for each in cases)
+    recompute = dataclasses.replace(case, model=dataclasses.replace(LLAMA_STYLE, recompute_granularity="full"), steps=2)
+    ours, recomputed = (ranks(4).run(train_on_ranks, each)[0]["loss"] for each in (case, recompute))
     plain = train_plain(case)["loss"]
-    assert recomputed == [ours, ours]
+    assert recomputed == ours[:2]
     assert ours != plain
     assert ours == pytest.approx(plain, rel=0.01)
     assert ours[-1] < ours[0] - 0.3

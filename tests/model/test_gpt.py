@@ -98,7 +98,7 @@ def outputs_and_calls(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.
     return logits.detach(), losses.detach(), [forward, backward]
 
 
-@pytest.mark.parametrize(("style", "size", "layers"), [("gpt2", 1, 1), ("llama", 2, 3), ("gpt2", 4, 1)])
+@pytest.mark.parametrize(("style", "size", "layers"), [("gpt2", 1, 1), ("llama", 2, 3)])
 def test_forward_has_documented_shapes_and_communication(style, size, layers):
     """Check shapes, losses and the number of collectives. Logits are [B, S, V/T], and losses are [B, S] in fp32.
 

@@ -40,7 +40,7 @@ def compare_with_the_formula() -> None:
         compare_slices((kind, bias), make, whole, draw(0, 8, 3, 5), **REGION[split])
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2])
 def test_mlp_equals_its_formula_in_any_layout(size):
     """Compare output and all gradients with the formula.
 

@@ -69,15 +69,14 @@ def test_recomputation_with_dropout_changes_no_bit(size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "tp", "sequence_parallel"), [("selective", 1, False), ("full", 2, True)])
-def test_sharded_run_is_bit_identical_with_recomputation(kind, tp, sequence_parallel):
+def test_sharded_run_is_bit_identical_with_recomputation():
     """Check that recomputation under FSDP2 changes no bit of losses and norms.
 
     FSDP2 gathers a layer's weights again for it.
     """
-    case = Case(model=STYLES["gpt2"], tp=tp, sequence_parallel=sequence_parallel, micro_batches=2, steps=2)
+    case = Case(model=STYLES["gpt2"], tp=2, sequence_parallel=True, micro_batches=2, steps=2)
     expected = ranks(4).run(train_on_ranks, case)
-    recomputed = dataclasses.replace(case, model=dataclasses.replace(case.model, **KINDS[kind]))
+    recomputed = dataclasses.replace(case, model=dataclasses.replace(case.model, **KINDS["full"]))
     for ours, plain in zip(ranks(4).run(train_on_ranks, recomputed), expected, strict=True):
         assert (ours["loss"], ours["grad_norm"]) == (plain["loss"], plain["grad_norm"])
 
