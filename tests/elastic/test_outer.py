@@ -59,10 +59,8 @@ def flags(bits: int, **more: float) -> DilocoConfig:
     ("world", "case"),
     [
         (2, Case(nodes=2, documents=True, diloco=flags(4, diloco_outer_momentum=0.6))),
-        slow(2, Case(nodes=2, diloco=flags(8, diloco_outer_momentum=0.0))),
         slow(4, Case(nodes=4, diloco=flags(16, diloco_outer_momentum=0.6))),
         slow(4, Case(nodes=2, tp=2, model=LLAMA_STYLE, vocab_size=112, diloco=flags(4, diloco_outer_momentum=0.6))),
-        slow(6, Case(nodes=3, global_batch=12, diloco=flags(4, diloco_outer_momentum=0.9))),
     ],
 )
 def test_outer_steps_of_all_groups_have_the_bits_of_the_fixed_exchange(world, case):

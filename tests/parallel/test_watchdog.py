@@ -52,16 +52,15 @@ def start(kind: str, folder: Path, *, minutes: float) -> Program:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_stops_outside_of_all_spans_is_named_and_the_job_ends(tmp_path, rank):
+def test_rank_that_stops_outside_of_all_spans_is_named_and_the_job_ends(tmp_path):
     """The other rank waits in a collective outside of the timeline, as in torch's own code for checkpoints."""
-    program = start(f"stop-on-{rank}", tmp_path, minutes=0.05)
+    program = start("stop-on-0", tmp_path, minutes=0.05)
     program.wait_for("sum 2")
     began = time.monotonic()
     output = program.finish()
     assert time.monotonic() - began < SECONDS
     assert "watchdog: the job has made no progress for 3 s\n" in output
-    assert f"  rank {rank} did not answer: stopped, ended, or stuck outside Python\n" in output
+    assert "  rank 0 did not answer: stopped, ended, or stuck outside Python\n" in output
     assert output.splitlines()[-1] == "the job hung, see the watchdog's report; the job is over"
 
 
@@ -71,8 +70,8 @@ def test_job_that_was_suspended_as_a_whole_continues(tmp_path):
     program.wait_for("rank 0 at work")
     pids = program.workers()
     assert len(pids) == 2
-    # the suspension lasts five times the watchdog's limit
-    for signum, seconds in ((signal.SIGSTOP, 15.0), (signal.SIGCONT, 0.0)):
+    # the suspension lasts twice the watchdog's limit
+    for signum, seconds in ((signal.SIGSTOP, 6.0), (signal.SIGCONT, 0.0)):
         for pid in pids:
             os.kill(pid, signum)
         time.sleep(seconds)

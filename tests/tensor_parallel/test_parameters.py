@@ -13,7 +13,7 @@ import torch
 from helpers.ranks import ranks
 from helpers.tensor_parallel import CPU, STYLES, VOCAB, tp_mesh
 from helpers.tiers import slow
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, build_on_ranks
+from helpers.training import GPT2_STYLE, MIXTURE_STYLE, Case, build_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -259,7 +259,6 @@ SHARING = {
     "stage 0": (2, Case(stage=0, model=GPT2_STYLE)),
     "HSDP": (4, Case(replicas=2, model=GPT2_STYLE)),  # the 101 rows of the vocabulary are sharded over 2 ranks
     "tp": (2, Case(tp=2, model=GPT2_STYLE)),  # learned positions are replicated over the tp ranks
-    "tp, HSDP": (4, Case(tp=2, replicas=2, model=LLAMA_STYLE)),
 }
 
 

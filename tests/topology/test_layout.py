@@ -46,7 +46,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return plan_layout(cluster, tp=tp, replicas=replicas, cp=cp, cp_across=True)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(layouts())
 def test_axis_groups_partition_ranks_and_differ_in_one_coordinate(layout):
     world = range(layout.cluster.world_size)
