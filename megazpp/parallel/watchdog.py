@@ -217,7 +217,7 @@ class Watchdog:
         if store.check([FOLDER]):
             file = Path(store.get(FOLDER).decode()) / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
             try:
-                file.write_text(text)
+                file.write_text(text, encoding="utf-8", errors="backslashreplace")
                 where = f"the stacks of all ranks are in {file}"
             except OSError as error:  # the folder may exist only on the host of rank 0: print the stacks instead
                 where = f"(the stacks of all ranks could not be written to a file: {cause(error)})\n{text}"

@@ -9,6 +9,7 @@ KIND names the failure, and often its rank: "kill-on-1" kills rank 1. WORKERS is
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -80,6 +81,8 @@ def watched(worker: Worker) -> None:
 
 def hang(rank: int) -> None:
     if rank == 1:
+        # no file can have this character in its encoding; a stack has it if a script's path is not UTF-8
+        threading.current_thread().name = "main \udcff"
         print("hangs", flush=True)
         time.sleep(FOREVER)
     if rank == 2:
