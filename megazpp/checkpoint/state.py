@@ -24,12 +24,11 @@ order. The secondary partition is saved only for lossless weight deltas, because
 
 from __future__ import annotations
 
+import functools
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
@@ -474,8 +473,9 @@ class SecondaryPartition(StatePart):
 class RandomGenerators(StatePart):
     """The part of a checkpoint with the states of this rank's random generators, as uint8 tensors.
 
-    These are the default generators of Python, numpy, torch and the GPU, and the dropout generator that has equal
-    states on all tp ranks. The keys contain the layout, so only a run with the same layout loads these states.
+    These are the default generators of torch and the GPU, and the dropout generator that has equal states on all tp
+    ranks. Nothing in a run uses the default generators of Python and numpy. The keys contain the layout, so only a run
+    with the same layout loads these states.
 
     Args:
         shared: dropout generator with equal states on all tp ranks; None if the model has none.
@@ -489,21 +489,20 @@ class RandomGenerators(StatePart):
 
     def __init__(self, shared: SharedGenerator | None, device: torch.device, dims: ParallelDims, *, seed: int) -> None:
         self.prefix = f"rng.{dims.data_size * dims.cp.size}x{dims.tp.size}.{dims.dropout_rank}x{dims.tp.rank}."
-        self._shared, self._device, self._dims, self._seed = shared, device, dims, seed
+        self._shared, self._dims, self._seed = shared, dims, seed
+
+        # By name in the checkpoint: functions that return and that set the state of a generator
+        self._generators: dict[str, tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]] = {
+            "torch": (torch.get_rng_state, torch.set_rng_state)
+        }
+        if device.type == "cuda":
+            own = functools.partial(torch.cuda.get_rng_state, device)
+            self._generators["cuda"] = (own, functools.partial(torch.cuda.set_rng_state, device=device))
+        if shared is not None:
+            self._generators["shared"] = (shared.generator.get_state, shared.generator.set_state)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        kind, keys, *rest = np.random.get_state()
-        assert isinstance(keys, np.ndarray)
-        states = {
-            "python": as_tensor(random.getstate()),
-            "numpy": as_tensor([kind, keys.tolist(), *rest]),
-            "torch": torch.get_rng_state(),
-        }
-        if self._device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self._device)
-        if self._shared is not None:
-            states["shared"] = self._shared.generator.get_state()
-        return states
+        return {name: state() for name, (state, _) in self._generators.items()}
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         """Set the random generators to the loaded states, or seed them again if the checkpoint has no states.
@@ -519,26 +518,17 @@ class RandomGenerators(StatePart):
             if self._shared is not None:
                 self._shared.seed(seed, data_rank=dims.dropout_rank)
             return ["random generators are seeded again: the checkpoint has no states of this layout"]
-        if "python" in loaded:
-            version, internal, gauss_next = from_tensor(loaded["python"])
-            random.setstate((version, tuple(internal), gauss_next))
-        if "numpy" in loaded:
-            kind, keys, *rest = from_tensor(loaded["numpy"])
-            np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-        if "torch" in loaded:
-            torch.set_rng_state(loaded["torch"])
-        if "cuda" in loaded and self._device.type == "cuda":
-            torch.cuda.set_rng_state(loaded["cuda"], self._device)
-        if "shared" in loaded and self._shared is not None:
-            self._shared.generator.set_state(loaded["shared"])
+        for name, (_, set_state) in self._generators.items():
+            if name in loaded:
+                set_state(loaded[name])
         return []
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """Encode a JSON-compatible value, such as a generator's state, as a uint8 tensor with the bytes of its JSON."""
+    """Encode a JSON-compatible value, such as a version, as a uint8 tensor with the bytes of its JSON."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def from_tensor(state: torch.Tensor) -> Any:
-    """Decode a uint8 tensor with the bytes of a JSON text, such as a generator's state, and return the JSON value."""
+    """Decode a uint8 tensor with the bytes of a JSON text, such as a version, and return the JSON value."""
     return json.loads(bytes(state.tolist()))

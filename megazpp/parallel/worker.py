@@ -18,7 +18,6 @@ import abc
 import contextlib
 import ctypes
 import os
-import random
 import re
 import select
 import signal
@@ -33,7 +32,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -186,7 +184,7 @@ def _say_whom_it_waits_for(place: RankInfo) -> Iterator[None]:
 
 
 def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
-    """Seed the default random generators of Python, numpy and torch, which only dropout uses, differently on each rank.
+    """Seed torch's default random generators, which only dropout uses, differently on each rank.
 
     Initial weights and the order of the data do not depend on these generators: weights depend on the seed and on the
     parameter's name, the order only on the seed.
@@ -196,10 +194,7 @@ def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
         data_rank: index of the activations that this rank computes, see `ParallelDims.dropout_rank`.
         tp_rank: index of the rank along the tp axis.
     """
-    mixed = (seed * 1_000_003 + data_rank * 1_009 + tp_rank) % 2**63
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)
-    torch.manual_seed(mixed)
+    torch.manual_seed((seed * 1_000_003 + data_rank * 1_009 + tp_rank) % 2**63)
 
 
 def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
