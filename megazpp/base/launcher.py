@@ -109,7 +109,8 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
     """Return this process's rank from its launcher's variables; None if no launcher started it as one of several ranks.
 
     Raises:
-        ValueError: a variable is not a number, or the environment has a rank but no number of ranks.
+        ValueError: a variable is not a number, or is out of range, or the environment has a rank but no number of
+            ranks.
     """
     # A job of a single rank counts as launched only with torchrun's variables, not with those of other launchers.
     if _TORCHRUN.rank in env and _TORCHRUN.size in env:
@@ -208,23 +209,29 @@ def _several(names: _Names, env: Mapping[str, str]) -> Launched | None:
 
 def _read(names: _Names, env: Mapping[str, str]) -> Launched:
     """Return this process's rank from a launcher's variables. The variables with rank and size must be set."""
-    rank, world_size = env_number(names.rank, env), env_number(names.size, env)
+    rank, world_size = env_number(names.rank, env), env_number(names.size, env, least=1)
+    if rank >= world_size:
+        raise ValueError(
+            f"the environment has {names.rank}={rank} and {names.size}={world_size}, but ranks are numbered from 0: "
+            "correct them"
+        )
     local_rank, local_size, nodes = (
-        next((env_number(name, env) for name in each if env.get(name)), None)
-        for each in (names.local_rank, names.local_size, names.nodes)
+        next((env_number(name, env, least=least) for name in each if env.get(name)), None)
+        for each, least in ((names.local_rank, 0), (names.local_size, 1), (names.nodes, 1))
     )
     if nodes and world_size % nodes == 0:
         local_size = world_size // nodes
     return Launched(names.launcher, names.size, rank, world_size, local_rank or 0, local_size)
 
 
-def env_number(name: str, env: Mapping[str, str], default: int | str = "") -> int:
+def env_number(name: str, env: Mapping[str, str], default: int | str = "", *, least: int = 0) -> int:
     """Return the environment variable `name` as an integer, or `default` if it is not set or empty.
 
     Raises:
-        ValueError: the variable is not a number. Or it has no value, and there is no default.
+        ValueError: the variable is not a number, or is below `least`. Or it has no value, and there is no default.
     """
-    try:
-        return int(env.get(name) or default)
-    except ValueError:
-        raise ValueError(f"the environment has {name}={env.get(name)}, which is not a number: correct it") from None
+    value = str(env.get(name) or default)
+    if not value.isdecimal() or int(value) < least:
+        above = f" of at least {least}" if value.removeprefix("-").isdecimal() else ""
+        raise ValueError(f"the environment has {name}={env.get(name)}, which is not a number{above}: correct it")
+    return int(value)

@@ -123,7 +123,7 @@ class HostMemory(DeviceStates):
 
         The fp32 shards never are on the device. See `DeviceStates.allocate` for the arguments.
         """
-        num_local = env_number("LOCAL_WORLD_SIZE", os.environ, default=1)
+        num_local = env_number("LOCAL_WORLD_SIZE", os.environ, default=1, least=1)
         raise_on_all_ranks(world, functools.partial(self.allocate_states, device, num_local=num_local))
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):

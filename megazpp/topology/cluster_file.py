@@ -134,7 +134,7 @@ def detect_cluster(
         name, local = f"{launched.launcher}'s environment", launched.local_size
     else:
         name = name if given else "SLURM_NTASKS_PER_NODE"
-        local = env_number(name, env, default=world_size)
+        local = env_number(name, env, default=world_size, least=1)
     if world_size % local:
         raise ValueError(
             f"{world_size} ranks do not divide into nodes of {local} ({name}); start the same number of ranks on every "

@@ -117,6 +117,12 @@ REFUSED = [
         }.items()
     ),
     ({}, {"PMI_RANK": "0", "PMI_SIZE": "many"}, "PMI_SIZE=many, which is not a number"),
+    ({}, {"PMI_RANK": "0", "PMI_SIZE": "0"}, "PMI_SIZE=0, which is not a number of at least 1"),
+    ({}, {"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1, which is not a number of at least 0"),
+    ({}, {"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2, but ranks are numbered from 0"),
+    ({}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0, which is not a number of"),
+    ({}, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK=-1, which is not a number of at least 0"),
+    ({}, SRUN | {"SLURM_LOCALID": "-3"}, "SLURM_LOCALID=-3, which is not a number of at least 0"),
     ({}, SRUN | {"SLURM_JOB_ID": "7_x"}, "SLURM_JOB_ID=7_x, which is not a number"),
     ({}, SRUN | {"SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID=batch, which is not a number"),
 ]
@@ -330,7 +336,7 @@ def test_steps_of_one_slurm_job_have_their_own_address_and_port():
 def test_mpirun_on_one_node_uses_loopback_and_a_port_per_job():
     ports = set()
     for job in ("prterun-a@1", "prterun-b@1"):
-        env = mpi("OMPI_COMM_WORLD", size=4) | {"PMIX_NAMESPACE": job}
+        env = mpi("OMPI_COMM_WORLD", rank=1, size=4) | {"PMIX_NAMESPACE": job}
         place = detect_rank_info(LaunchConfig(), env)
         env |= find_address(find_launcher(env), env)
         assert env["MASTER_ADDR"] == "127.0.0.1"

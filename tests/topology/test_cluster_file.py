@@ -84,6 +84,7 @@ def test_cluster_that_does_not_match_the_jobs_ranks_is_rejected(path):
         (8, None, 3, {}, "1, 2, 4 or 8"),
         (8, None, None, three, "8 ranks do not divide into nodes of 3 (LOCAL_WORLD_SIZE)"),
         (8, None, None, {"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE=x, which is not a number"),
+        (8, None, None, {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0, which is not a number of at least 1"),
         (8, None, None, {"SLURM_NTASKS_PER_NODE": "2(x2)"}, "SLURM_NTASKS_PER_NODE=2(x2), which is not a number"),
         (8, None, None, three, "for instance 3 on each of 2 node(s)"),
     ]
