@@ -19,9 +19,10 @@ from megazpp.base.program import begin
 begin(__name__)  # before the imports below, in which Ctrl-C would print a traceback
 
 from megazpp.base.files import HOME
-from megazpp.base.program import LAUNCHER_PID, announce, answer_flags
+from megazpp.base.program import LAUNCHER_PID, Problems, announce, answer_flags
 from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, parse_run_config
+from megazpp.run.flag_checks import check_flags, check_paths
 
 
 def parse(argv: list[str]) -> ParsedRun:
@@ -30,19 +31,26 @@ def parse(argv: list[str]) -> ParsedRun:
 
 
 def answers(parsed: ParsedRun) -> bool:
-    """Print all flags and return True if --print-config is set; otherwise return False.
+    """Print all flags and return True if --print-config is set; otherwise check the flags and return False.
 
     Raises:
-        ValueError: flags that training needs are missing, and no checkpoint can add them.
+        ValueError: flags are missing or contradict each other, and no checkpoint can complete them; or files that flags
+            name do not exist.
     """
     config, answered = parsed.config, parsed.answers()
     replaced = any(section.replaces_training for section in config.sections)
-    if not (answered or replaced or config.checkpoint.use_checkpoint_args):
-        config.check_required()
+    problems = Problems()
+    with problems:
+        if not (answered or replaced or config.checkpoint.use_checkpoint_args):
+            check_flags(config)
+    with problems:
+        if not answered:
+            check_paths(parsed)
+    problems.raise_all()
     return answered
 
 
-# Wrong flags end the program here, before the imports below, which take seconds.
+# Most wrong flags end the program here, before the imports below, which take seconds.
 answer_flags(__name__, parse, answers)
 announce(__name__)  # says on a terminal that the program imports torch, which takes seconds
 
@@ -51,7 +59,7 @@ from megazpp.parallel.roll_call import report_tracebacks
 report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 
 from megazpp.base.flags import COMMAND_LINE
-from megazpp.base.program import Problems, leave, user_errors
+from megazpp.base.program import leave, user_errors
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, start_of
 from megazpp.data.config import Splits

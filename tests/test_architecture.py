@@ -204,7 +204,28 @@ def test_own_modules_are_imported_at_the_top_of_a_file(library):
         assert ours == [] or file.name.endswith(".feature"), f"{file.name} imports {ours}"
 
 
-PROGRAMS = ("convert_checkpoint", "evaluate", "generate", "plan", "post_train", "show_topology")
+# For each program that imports torch, a command line with wrong paths, and the error messages about it
+WRONG_PATHS = {
+    "pretrain_gpt.py": (
+        "--tensor-model-parallel-size 3 --text-path nowhere --tokenizer-model no --load no --use-checkpoint-args",
+        ["--tokenizer-model no does not exist", "--load no has no", "--text-path nowhere does not exist"],
+    ),
+    "tools/convert_checkpoint.py": ("--input nowhere --output x", ["--input nowhere does not exist"]),
+    "tools/evaluate.py": ("--load nowhere", ["--load nowhere has no checkpoint: it does not exist"]),
+    "tools/generate.py": (
+        "--load . --data-path no --prompt-file nowhere",
+        ["--prompt-file nowhere does not exist", "--data-path no: no.idx does not exist"],
+    ),
+    "tools/plan.py": (
+        "@configs/gpt_125m.args --nodes 2 --vocab-size 9 --micro-batch-size 1 --cluster-file nowhere",
+        ["--cluster-file nowhere cannot be read"],
+    ),
+    "tools/post_train.py": (
+        "--objective dpo --load no --ref-load nowhere --data-path a --cluster-file nowhere",
+        ["--ref-load nowhere does not", "--load no has", "--cluster-file nowhere", "--data-path a: a does not exist"],
+    ),
+    "tools/show_topology.py": ("--cluster-file nowhere", ["--cluster-file nowhere cannot be read"]),
+}
 
 
 # Runs a program once for each list of flags, and prints (exit status, output) of each run
@@ -224,20 +245,27 @@ print(json.dumps(answers))
 """
 
 
-@pytest.mark.parametrize("path", ["pretrain_gpt.py", *(slow(f"tools/{name}.py") for name in PROGRAMS)])
-def test_flags_are_read_without_torch(path):
+@pytest.mark.parametrize("path", ["pretrain_gpt.py", *(slow(name) for name in WRONG_PATHS if "/" in name)])
+def test_flags_and_paths_are_checked_without_torch(path):
     """`import torch` fails in these runs: it takes seconds, but a typo in a flag must be reported at once."""
     wrong = "--tokenizer-modell" if path != "tools/plan.py" else "--nodez"
-    questions = [["--help"], [wrong, "2"]]
-    questions += [["--print-config"], ["@configs/gpt_125m.args"]] if path == "pretrain_gpt.py" else []
+    flags, messages = WRONG_PATHS[path]
+    questions = [["--help"], [wrong, "2"], flags.split()]
+    if path == "pretrain_gpt.py":
+        questions += [["--print-config"], ["@configs/gpt_125m.args"]]
+        questions += [["--tensor-model-parallel-size", "3", "--text-path", "nowhere"]]
     command = [sys.executable, "-c", ANSWERS, path, json.dumps(questions)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    shown, refused, *more = json.loads(found.stdout)
+    shown, refused, missing, *more = json.loads(found.stdout)
     assert (shown[0], "usage: " in shown[1]) == (0, True), shown
     assert (refused[0], "--tokenizer-model" in refused[1] or "--nodes" in refused[1]) == (2, True), refused
+    lines = missing[1].splitlines()
+    assert (missing[0], len(lines)) == (2, len(messages)), missing
+    assert all(any(message in line for line in lines) for message in messages), missing
     if more:
         assert more[0][0] == 0
         assert (more[1][0], "required flags are missing: --data-path and --tokenizer-model" in more[1][1]) == (2, True)
+        assert (more[2][0], "--num-attention-heads 4 is not" in more[2][1], "nowhere does" in more[2][1]) == (2, 1, 1)
 
 
 def test_three_folders_import_fsdp2_and_only_axis_calls_collectives(library):

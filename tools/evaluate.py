@@ -11,6 +11,7 @@ all GPUs. On a CPU a single process is used by default (--nproc).
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from megazpp.base.program import answer_flags, user_errors
 from megazpp.features import FEATURES
 from megazpp.inference.config import parse_checkpoint_flags
 from megazpp.run.arguments import ParsedRun
+from megazpp.run.flag_checks import check_paths
 
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")  # flags that name the training's data
 COMMON = ("data_path", "text_path", "split", "eval_iters", "micro_batch_size", "seq_length")  # flags that --help lists
@@ -65,7 +67,8 @@ def parse(argv: list[str]) -> ParsedRun:
     return parsed
 
 
-answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
+# answers --help and rejects most wrong flags before the imports below, which take seconds
+answer_flags(__name__, parse, functools.partial(check_paths, needs_load=True))
 
 from megazpp.parallel.roll_call import report_tracebacks
 

@@ -19,6 +19,7 @@ stderr.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -39,12 +40,13 @@ begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also durin
 # wait in a busy loop. If other programs use the cores, this loop takes milliseconds from the threads that it waits for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # OpenMP reads it when torch is imported
 
-from megazpp.base.flags import flag
+from megazpp.base.flags import check_existing, flag
 from megazpp.base.program import answer_flags
 from megazpp.features import FEATURES
 from megazpp.inference.config import SampleConfig, parse_checkpoint_flags
 from megazpp.post_training.config import ChatConfig
 from megazpp.run.arguments import ParsedRun
+from megazpp.run.flag_checks import check_paths
 
 DEFAULT_TOKENS = 100  # number of generated tokens without --sample-tokens
 
@@ -67,7 +69,7 @@ class GenerateConfig(ChatConfig):
             device.
     """
 
-    prompt_file: str | None = flag(None)
+    prompt_file: str | None = flag(None, must_exist=True)
     chat: bool = flag(False)
     truncate_prompt: bool = flag(False)
     prompts_at_once: int | Literal["auto"] = flag(8, must_be="positive")
@@ -85,18 +87,18 @@ class GenerateConfig(ChatConfig):
 def parse(argv: list[str]) -> ParsedRun:
     """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later."""
     common, defaults = [field.name for field in dataclasses.fields(SampleConfig)], {"sample_tokens": DEFAULT_TOKENS}
-    return parse_checkpoint_flags(
-        argv,
-        GenerateConfig,
-        file=__file__,
-        description=__doc__,
-        features=FEATURES,
-        common=common,
-        defaults=defaults,
-    )
+    options: dict[str, Any] = {"description": __doc__, "features": FEATURES, "common": common, "defaults": defaults}
+    parsed = parse_checkpoint_flags(argv, GenerateConfig, file=__file__, **options)
+    sampling, file = parsed.config.section(SampleConfig), parsed.extra[0].prompt_file
+    if sampling.sample_tokens == 0:
+        raise ValueError("--sample-tokens 0 generates nothing; give a positive number")
+    if sampling.sample_prompt and file is not None:
+        raise ValueError("--sample-prompt and --prompt-file exclude each other; give only one of them")
+    return parsed
 
 
-answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
+# answers --help and rejects most wrong flags before the imports below, which take seconds
+answer_flags(__name__, parse, functools.partial(check_paths, needs_load=True))
 
 from megazpp.parallel.roll_call import report_tracebacks
 
@@ -128,13 +130,8 @@ def main(argv: list[str]) -> int:
 
 def check(config: RunConfig, extra: GenerateConfig, _: CheckpointMetadata) -> None:
     """Raise a ValueError if a flag or a prompt is wrong, before the checkpoint is loaded. This leaves stdin unread."""
+    check_existing([extra])
     given, file = config.section(SampleConfig).sample_prompt, extra.prompt_file
-    if config.section(SampleConfig).sample_tokens == 0:
-        raise ValueError("--sample-tokens 0 generates nothing; give a positive number")
-    if given and file is not None:
-        raise ValueError("--sample-prompt and --prompt-file exclude each other; give only one of them")
-    if file is not None and not Path(file).expanduser().is_file():
-        raise ValueError(f"--prompt-file {file} does not exist")
     if not given and file is None:
         return
     tokenizer = build_tokenizer(config.tokenizer, config.data, log=lambda line: None)

@@ -26,6 +26,8 @@ from megazpp.base.flags import Config, flag
 from megazpp.base.program import answer_flags, markdown, program, say_notices
 from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, RunConfig, parse_run_config
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import read_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,10 +47,16 @@ class ScalingConfig(Config):
     micro_batches: int = flag(1, must_be="positive")
 
 
-def parse(argv: list[str]) -> ParsedRun:
-    """Return the flags of the command line: flags of this program, and flags of pretrain_gpt.py."""
+def parse(argv: list[str]) -> tuple[ParsedRun, Cluster]:
+    """Return the flags of the command line, and the cluster of --cluster-file."""
     options: dict[str, Any] = {"description": __doc__, "extra": (ScalingConfig,), "common": ()}
-    return parse_run_config(argv, ROOT, features=FEATURES, program="plan.py", **options)
+    parsed = parse_run_config(argv, ROOT, features=FEATURES, program="plan.py", **options)
+    config = parsed.config
+    if config.cluster.cluster_file is None or config.tokenizer.known_vocab_size is None:
+        raise ValueError("plan.py requires --cluster-file and --vocab-size: add them to the flags")
+    if config.batches.micro_batch_size is None:
+        raise ValueError("--micro-batch-size is required, because all cluster sizes use the same micro-batch size")
+    return parsed, read_cluster(config.cluster.cluster_file)
 
 
 answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
@@ -56,22 +64,14 @@ answer_flags(__name__, parse)  # answers --help and rejects wrong flags before t
 from megazpp.parallel.launch import device_type
 from megazpp.planner.estimate import Estimate, Estimator
 from megazpp.planner.variants import changed, for_planning, schemes
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_file import read_cluster
 
 
 @program
 def main(argv: list[str]) -> None:
     """Print a Markdown table with a row per cluster size and a column per scheme."""
-    parsed = parse(argv)
-    config, (scaling,) = parsed.config, parsed.extra
+    parsed, cluster = parse(argv)
+    config, (scaling,) = for_planning(parsed.config, "plan.py"), parsed.extra
     say_notices(parsed.notices)
-    path = config.cluster.cluster_file
-    if path is None or config.tokenizer.known_vocab_size is None:
-        raise ValueError("plan.py requires --cluster-file and --vocab-size: add them to the flags")
-    if config.batches.micro_batch_size is None:
-        raise ValueError("--micro-batch-size is required, because all cluster sizes use the same micro-batch size")
-    config, cluster = for_planning(config, "plan.py"), read_cluster(path)
     rows = {}
     for nodes in scaling.nodes:
         larger = dataclasses.replace(cluster, num_nodes=nodes, order=None)

@@ -16,9 +16,11 @@ TRL instead averages over one process or one micro-batch.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # finds megazpp in a checkout that is not installed
 
@@ -26,37 +28,42 @@ from megazpp.base.program import begin
 
 begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
-from megazpp.base.program import LAUNCHER_PID, announce, answer_flags
+from megazpp.base.program import LAUNCHER_PID, Problems, announce, answer_flags
 from megazpp.features import FEATURES
 from megazpp.post_training.config import DEFAULTS, EXTRA, TAKEN, post_configs
 from megazpp.run.arguments import ParsedRun, parse_run_config
+from megazpp.run.flag_checks import check_paths
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(argv: list[str]) -> ParsedRun:
     """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later."""
-    return parse_run_config(
-        argv,
-        ROOT,
-        program="post_train.py",
-        description=(__doc__ or "").partition("\n")[0],
-        features=FEATURES,
-        extra=EXTRA,
-        default_file=None,
-        defaults=DEFAULTS,
-        taken=TAKEN,
+    options: dict[str, Any] = {"features": FEATURES, "extra": EXTRA, "defaults": DEFAULTS, "taken": TAKEN}
+    description = (__doc__ or "").partition("\n")[0]
+    parsed = parse_run_config(
+        argv, ROOT, program="post_train.py", description=description, default_file=None, **options
     )
+    problems = Problems()
+    with problems:
+        if post_configs(parsed).training.objective is None:
+            raise ValueError("--objective is missing: give sft, reward, dpo, grpo or ppo")
+    with problems:
+        if parsed.config.checkpoint.load is None:
+            raise ValueError("--load is missing: give the folder of checkpoints that post-training begins with")
+    problems.raise_all()
+    return parsed
 
 
-answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
+# answers --help and rejects most wrong flags before the imports below, which take seconds
+answer_flags(__name__, parse, functools.partial(check_paths, needs_load=True, pairs=False))
 announce(__name__)  # says on a terminal that the program imports torch, which takes seconds
 
 from megazpp.parallel.roll_call import report_tracebacks
 
 report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 
-from megazpp.base.program import Problems, launched_rank, leave, user_errors
+from megazpp.base.program import launched_rank, leave, user_errors
 from megazpp.checkpoint.read import start_of
 from megazpp.model.backends import check_device
 from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type

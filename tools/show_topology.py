@@ -25,6 +25,8 @@ from megazpp.base.flags import Config, flag
 from megazpp.base.program import answer_flags, program, say_notices
 from megazpp.features import FEATURES
 from megazpp.run.arguments import ParsedRun, parse_run_config
+from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster_file import cyclic_order, read_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,27 +50,11 @@ class TopologyConfig(Config):
     rank_order: Literal["block", "cyclic"] = flag("block")
 
 
-def parse(argv: list[str]) -> ParsedRun:
-    """Return the flags of the command line: flags of this program, and flags of pretrain_gpt.py."""
+def parse(argv: list[str]) -> tuple[ParsedRun, Cluster]:
+    """Return the flags of the command line, and the cluster that they describe."""
     options: dict[str, Any] = {"description": __doc__, "extra": (TopologyConfig,), "common": ()}
-    return parse_run_config(argv, ROOT, features=FEATURES, program="show_topology.py", **options)
-
-
-answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
-
-from megazpp.run.checks import lay_out
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.cluster_file import cyclic_order, read_cluster
-from megazpp.topology.show import topology_text
-
-
-@program
-def main(argv: list[str]) -> None:
-    """Print the layout of ranks and parallel axes that the flags give."""
-    parsed = parse(argv)
-    config, (flags,) = parsed.config, parsed.extra
-    say_notices(parsed.notices)
-    print(topology_text(lay_out(config, choose_cluster(flags, config.cluster.cluster_file))))
+    parsed = parse_run_config(argv, ROOT, features=FEATURES, program="show_topology.py", **options)
+    return parsed, choose_cluster(parsed.extra[0], parsed.config.cluster.cluster_file)
 
 
 def choose_cluster(flags: TopologyConfig, cluster_file: str | None) -> Cluster:
@@ -94,6 +80,20 @@ def choose_cluster(flags: TopologyConfig, cluster_file: str | None) -> Cluster:
         domain_size=flags.fast_domain,
         order=cyclic_order(flags.nodes, flags.ranks_per_node) if flags.rank_order == "cyclic" else None,
     )
+
+
+answer_flags(__name__, parse)  # answers --help and rejects wrong flags before the imports below, which take seconds
+
+from megazpp.run.checks import lay_out
+from megazpp.topology.show import topology_text
+
+
+@program
+def main(argv: list[str]) -> None:
+    """Print the layout of ranks and parallel axes that the flags give."""
+    parsed, cluster = parse(argv)
+    say_notices(parsed.notices)
+    print(topology_text(lay_out(parsed.config, cluster)))
 
 
 if __name__ == "__main__":

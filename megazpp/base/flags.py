@@ -12,8 +12,8 @@ that uses it.
 - Floats are finite, and ints fit in 64 bits.
 
 A config checks its own fields when it is created, with a ValueError that names flag and value: each field by its type
-and `must_be`, and several fields together in its `__post_init__`. run/checks.py checks combinations of configs and the
-cluster. command_line.py parses the flags.
+and `must_be`, and several fields together in its `__post_init__`. run/flag_checks.py and run/checks.py check
+combinations of configs and the cluster. command_line.py parses the flags.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class FlagSpec(NamedTuple):
             `GPTConfig` to compare instead, for a field that may be None, or if several flags set the same property.
         must_be: range of a number, or of each number in a tuple, see `_RANGES`; None for any number.
         most: largest value of a number, and the words that say what limits it; None for no limit.
+        must_exist: True if the value is the path of a file or folder without which the program cannot work.
     """
 
     name: str | None = None
@@ -77,6 +78,7 @@ class FlagSpec(NamedTuple):
     shape: bool | str = True
     must_be: Literal["positive", "not negative", "below one", "a share", "at least one"] | None = None
     most: tuple[float, str] | None = None
+    must_exist: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,6 +327,15 @@ def check_needs(configs: Sequence[Any], origins: Mapping[str, str]) -> None:
             problems.append(f"{origin}: {as_written(config, field)} needs {spec.needs}{instead}")
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def check_existing(configs: Sequence[Any]) -> None:
+    """Raise a ValueError with a line for each flag whose value is a path that must exist and does not (`FlagSpec`)."""
+    given = [(f, getattr(config, f.name)) for config in configs for f in dataclasses.fields(config)]
+    paths = [(flag_name(f), path) for f, path in given if f.metadata["flag"].must_exist and path is not None]
+    missing = [f"{name} {path} does not exist" for name, path in paths if not Path(path).expanduser().exists()]
+    if missing:
+        raise ValueError("\n".join(f"{text}: correct the path" for text in missing))
 
 
 def as_written(config: Any, field: dataclasses.Field[Any]) -> str:

@@ -34,6 +34,7 @@ import megazpp
 from megazpp.base.command_line import FlagParser, HelpFormatter
 from megazpp.base.files import cause, encoding_problem
 from megazpp.base.flag_tables import MegatronFlag
+from megazpp.base.flags import check_existing
 from megazpp.base.launcher import find_launcher
 
 T = TypeVar("T")
@@ -124,6 +125,7 @@ def program_of(
             parser = FlagParser(configs, program=Path(inspect.getfile(work)).name, description=text)
             parsed = parser.read(argv, Path.cwd(), megatron_flags or {})
             say_notices(parsed.notices)
+            check_existing(parsed.configs)
             exit_on_signals()  # a signal then runs the `finally` blocks of `work`, which remove incomplete output
             try:
                 work(*parsed.configs)

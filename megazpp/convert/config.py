@@ -24,10 +24,10 @@ class ConvertConfig(Config):
         keep_adapters: write a LoRA run's base, and its adapters for PEFT into adapter/, instead of merging them.
     """
 
-    input: str = flag(None, required=True)
+    input: str = flag(None, required=True, must_exist=True)
     output: str = flag(None, required=True)
     source: Literal["huggingface", "megatron", "megazpp"] | None = flag(None, name="--from")
     target: Literal["huggingface", "megazpp"] | None = flag(None, name="--to")
     ckpt_step: int | None = flag(None)
-    adapter: str | None = flag(None)
+    adapter: str | None = flag(None, must_exist=True)
     keep_adapters: bool = flag(False)

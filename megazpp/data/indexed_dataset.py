@@ -47,6 +47,16 @@ def pair_paths(prefix: Path) -> tuple[Path, Path]:
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
+def find_pair(prefix: Path) -> tuple[Path, Path]:
+    """Return the paths of the .bin and the .idx file as `pair_paths` does; raise ValueError if one is no file."""
+    paths = pair_paths(prefix)
+    for path in reversed(paths):
+        if not path.is_file():
+            what = "is a directory" if path.is_dir() else "does not exist"
+            raise ValueError(f"{path} {what}: name another .bin/.idx pair")
+    return paths
+
+
 class IndexedDataset:
     """The N sequences of token ids of a .bin/.idx pair, memory-mapped.
 
@@ -66,12 +76,7 @@ class IndexedDataset:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
-        self.bin_path, self.idx_path = pair_paths(self.prefix)
-        for path in (self.idx_path, self.bin_path):
-            if not path.is_file():
-                raise ValueError(
-                    f"{path} {'is a directory' if path.is_dir() else 'does not exist'}: name another .bin/.idx pair"
-                )
+        self.bin_path, self.idx_path = find_pair(self.prefix)
         self.dtype, num_sequences, num_indices = _read_header(self.idx_path)
         index = np.memmap(self.idx_path, dtype=np.uint8, mode="r", offset=HEADER.size)
         ends = np.cumsum([4 * num_sequences, 8 * num_sequences, 8 * num_indices])

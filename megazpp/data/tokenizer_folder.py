@@ -71,10 +71,10 @@ class TokenizerConfig(Config):
         ]
         | None
     ) = flag(None)
-    tokenizer_model: str | None = flag(None, common=True)
+    tokenizer_model: str | None = flag(None, common=True, must_exist=True)
     vocab_size: int | None = flag(None, common=True, must_be="positive", most=MOST_TOKENS)
-    vocab_file: str | None = flag(None)
-    merge_file: str | None = flag(None)
+    vocab_file: str | None = flag(None, must_exist=True)
+    merge_file: str | None = flag(None, must_exist=True)
     eos_token: str | None = flag(None)
     add_special_tokens: bool = flag(True)
     model_vocab_size: int | None = flag(None, must_be="positive", most=MOST_TOKENS)

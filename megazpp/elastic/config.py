@@ -42,7 +42,7 @@ class ElasticConfig(FeatureConfig):
 
     diloco_coordinator: str | None = flag(None, metavar="HOST:PORT")
     diloco_group: str | None = flag(None, needs="--diloco-coordinator")
-    diloco_secret_file: str | None = flag(None, needs="--diloco-coordinator")
+    diloco_secret_file: str | None = flag(None, needs="--diloco-coordinator", must_exist=True)
     diloco_quorum: int | None = flag(None, needs="--diloco-coordinator", must_be="positive")
     diloco_grace: float | None = flag(None, needs="--diloco-coordinator", must_be="not negative")
     diloco_wait_for_all: bool = flag(False, needs="--diloco-coordinator")

@@ -91,10 +91,10 @@ def parse_checkpoint_flags(
             flags for the storage of weights.
         defaults: defaults of this program by field name, where they differ from the configs' defaults.
     Raises:
-        ValueError: a flag is unknown, or its value is not allowed.
+        ValueError: a flag is unknown, its value is not allowed, or --load is missing.
     """
     path = Path(file).resolve()
-    return parse_run_config(
+    parsed = parse_run_config(
         argv,
         path.parents[1],
         program=path.name,
@@ -106,3 +106,6 @@ def parse_checkpoint_flags(
         defaults=defaults,
         taken=TAKEN,
     )
+    if parsed.config.checkpoint.load is None:
+        raise ValueError("--load is missing: give the folder of the model's checkpoints")
+    return parsed

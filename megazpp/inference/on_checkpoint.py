@@ -85,14 +85,12 @@ def run_on_checkpoint(
     Returns:
         the exit status of the program.
     Raises:
-        ValueError: --load is missing, there is no such checkpoint, the checkpoint is of a reward model, or flags cannot
-            be used.
+        ValueError: there is no such checkpoint, the checkpoint is of a reward model, or flags cannot be used.
     """
     # ---- find the checkpoint, and complete the flags from it
     features = parsed.config.features
     given = parsed.config.checkpoint
-    if given.load is None:
-        raise ValueError("--load is missing: give the folder of the model's checkpoints")
+    assert given.load is not None  # see `parse_checkpoint_flags`
     folder, opener = CheckpointFolder(given.load, "--load"), weight_opener(features, parsed.config.sections)
     source, record = find_weights(folder, given.ckpt_step, fallback=given.load_fallback, opener=opener)
     record.check_predicts_tokens(folder.name)

@@ -30,5 +30,5 @@ class LoraConfig(Config):
     lora_alpha: float = flag(8.0, needs="--lora-r", must_be="positive")
     lora_dropout: float = flag(0.0, needs="--lora-r", must_be="below one")
     lora_target_modules: tuple[str, ...] | None = flag(None, nargs="+", needs="--lora-r")
-    lora_load: str | None = flag(None)
+    lora_load: str | None = flag(None, must_exist=True)
     base_weight_bits: Literal[16, 8, 4] | None = flag(None, needs="--lora-r")

@@ -114,10 +114,10 @@ class PostTrainingConfig(Config):
     """
 
     objective: Literal["sft", "reward", "dpo", "grpo", "ppo"] | None = flag(None)
-    ref_load: str | None = flag(None, needs=REFERENCE)
+    ref_load: str | None = flag(None, needs=REFERENCE, must_exist=True)
     ref_ckpt_step: int | None = flag(None, must_be="not negative")
     ref_checksum: str | None = flag(None)
-    reward_load: str | None = flag(None, needs=DRAWN)
+    reward_load: str | None = flag(None, needs=DRAWN, must_exist=True)
     beta: float | None = flag(None, needs=CHOSEN_LOSS, must_be="not negative")
     loss_type: tuple[str, ...] | None = flag(None, nargs="+", needs=CHOSEN_LOSS)
     loss_weights: tuple[float, ...] | None = flag(None, nargs="+", needs="--objective dpo", must_be="positive")

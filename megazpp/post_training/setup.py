@@ -40,7 +40,7 @@ from megazpp.post_training.reference import find_frozen, reward_config
 from megazpp.post_training.rewards import check_reward_functions
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_resumed_weight_delta
-from megazpp.run.checks import check_model
+from megazpp.run.flag_checks import check_model
 from megazpp.run.start import own_checkpoints
 from megazpp.training.batches import BatchPlan
 
@@ -62,14 +62,7 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
             checkpoint to resume belongs to a run with another --objective, or --load names a reward model although
             --objective is not reward.
     """
-    given, objective, problems = parsed.config.checkpoint, post_configs(parsed).training.objective, Problems()
-    with problems:
-        if objective is None:
-            raise ValueError("--objective is missing: give sft, reward, dpo, grpo or ppo")
-    with problems:
-        if given.load is None:
-            raise ValueError("--load is missing: give the folder of checkpoints that post-training begins with")
-    problems.raise_all()
+    given, objective = parsed.config.checkpoint, post_configs(parsed).training.objective
     # If --save is another folder than --load, take only weights from --load, unless this is a restarted job that has
     # already saved checkpoints of its own
     if not saves_where_it_loads(given):
@@ -268,7 +261,7 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
         )
     with errors_as(folder.name):
         model, tp = reward_config(config.model, record), parallel.tensor_model_parallel_size
-        check_model(model, tp, config.data.seq_length or 1, cp_size=parallel.context_parallel_size)
+        check_model(model, parallel, config.data.seq_length or 1)
         check_products(model, tp, "cpu", bf16=config.precision.bf16)
 
 

@@ -1,7 +1,8 @@
 """All flags of a training run as config dataclasses, and the parser that reads them from the command line.
 
 `RunConfig` holds one config of each class of the core, and the configs of optional features. `parse_run_config` reads
-these configs from the command line. run/checks.py then checks combinations of flags.
+these configs from the command line. run/flag_checks.py and run/checks.py then
+check combinations of flags.
 """
 
 from __future__ import annotations
@@ -176,8 +177,9 @@ class RunConfig:
         nodes = nodes or any(section.distinguishes_nodes for section in self.sections)
         return detect_cluster(world_size, self.cluster, env, tp=tp, distinguishes_nodes=nodes)
 
-    def check_required(self) -> None:
-        """Raise a ValueError that lists the missing flags if some flags that every run needs are not set."""
+    @property
+    def missing(self) -> list[str]:
+        """The flags that every run needs and that are not set, as texts for an error message."""
         data, batches = self.data, self.batches
         learned = self.model.positions == "learned_absolute"
         tokenizer = "" if names_tokenizer(self.tokenizer) else " and --tokenizer-model"
@@ -194,9 +196,7 @@ class RunConfig:
             ),
             f"--data-path{tokenizer} (or --text-path, or --mock-data)": data.sources or None,
         }
-        missing = [name for name, value in needed.items() if value is None]
-        if missing:
-            raise ValueError(f"required flags are missing: {', '.join(missing)}; add them")
+        return [name for name, value in needed.items() if value is None]
 
     def states(self) -> type[DeviceStates] | None:
         """Return the class with which a feature stores fp32 weights, moments and gradients outside the device.

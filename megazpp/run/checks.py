@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from megazpp.base.flags import in_use, spelling
+from megazpp.base.flags import spelling
 from megazpp.base.program import Problems
 from megazpp.data.dataset import uses_with_data
 from megazpp.kernels.block_quant import backend
@@ -20,6 +20,7 @@ from megazpp.optim.apex import check_apex
 from megazpp.optim.schedule import Schedule, TrainingProgress, build_schedule
 from megazpp.parallel.plan import plan_dims
 from megazpp.run.arguments import RunConfig
+from megazpp.run.flag_checks import check_flags, check_model
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.layout import Layout
 from megazpp.training.batches import BatchPlan, plan_batches
@@ -71,10 +72,6 @@ def lay_out(config: RunConfig, cluster: Cluster) -> Layout:
     """
     if config.parallel.hsdp and cluster.num_local_domains == 1:
         raise ValueError("--hsdp makes one copy of the model per node, and there is only one node: leave --hsdp out")
-    if config.zero.use_distributed_optimizer and config.zero.stage == 0:
-        raise ValueError(
-            "--use-distributed-optimizer shards the moments, and --zero-stage 0 shards nothing: leave one of them out"
-        )
     groups = max((feature.num_replica_groups(config, cluster) for feature in config.features), default=1)
     return plan_dims(config.parallel, cluster, zero_stage=config.zero.stage, num_replica_groups=groups)
 
@@ -99,14 +96,9 @@ def plan_model(
         raise ValueError("--seq-length, the number of tokens per sample, is missing: add it")
 
     # ---- check the model's sizes and the tokens per sample against the layout and the device
-    check_model(config.model, layout.tp, seq_length, cp_size=layout.cp)
+    check_model(config.model, config.parallel, seq_length)
     check_experts(config.model, layout, zero_stage=config.zero.stage)
     products = check_products(config.model, layout.tp, device_type, bf16=config.precision.bf16)
-    split = layout.tp if config.parallel.sequence_parallel else 1
-    if seq_length % (layout.cp * split):
-        sizes = [f"--context-parallel-size {layout.cp}"] if layout.cp > 1 else []
-        sizes += [f"--tensor-model-parallel-size {split}, which --sequence-parallel needs"] if split > 1 else []
-        raise ValueError(f"--seq-length {seq_length} is not divisible by {' x '.join(sizes)}: change one of them")
 
     # ---- plan the formats in which weights and gradients are communicated
     lossless = weight_delta is not None and weight_delta.lossless
@@ -147,18 +139,11 @@ def plan_run(
             names the flags and their values.
     """
     weight_delta = weight_delta or default_weight_delta(config.precision.param_dtype)
-    problems, saves = Problems(), config.checkpoint.saves
+    problems = Problems()
 
     # ---- check flags for which neither layout nor plan is needed
     with problems:
-        config.check_required()
-    complete = not problems
-    with problems:
-        if config.anomalies.loss_spike_action == "rewind" and not saves:
-            raise ValueError(
-                "--loss-spike-action rewind needs --save, because it returns to the last checkpoint: add "
-                "--save, or use another --loss-spike-action"
-            )
+        check_flags(config)
     with problems:
         if config.optimizer.optimizer_backend == "apex":
             check_apex(device_type)
@@ -167,7 +152,7 @@ def plan_run(
     layout = None
     with problems:
         layout = lay_out(config, cluster)
-    if layout is not None and complete:
+    if layout is not None and not config.missing:
         with problems:
             wire, notices = plan_model(config, layout, device_type=device_type, weight_delta=weight_delta)
         with problems:
@@ -196,7 +181,7 @@ def plan_run(
             f"--muon-full-interval {config.optimizer.muon_full_interval} has no effect: no matrix is sharded over "
             "several nodes, so every step orthogonalizes whole matrices",
         )
-    if (interval := config.checkpoint.save_interval) is not None and not saves:
+    if (interval := config.checkpoint.save_interval) is not None and not config.checkpoint.saves:
         notices += (f"--save-interval {interval} without --save FOLDER: no checkpoints are saved",)
     left = batches.dataset_samples - batches.total_samples
     # A new run drops the last samples without a notice, as Megatron-LM does. Only a resumed run gets a notice.
@@ -246,49 +231,6 @@ def check_uses(config: RunConfig, origins: Mapping[str, str]) -> tuple[str, ...]
     if asked and evaluation.eval_iters and not found.valid:
         return (f"{' '.join(asked)}: no data for validation ({split}), so nothing is evaluated during training",)
     return ()
-
-
-def check_model(model: GPTConfig, tp_size: int, seq_length: int, *, cp_size: int = 1) -> None:
-    """Check that tensor and context parallelism divide the model's sizes, and that the model can process a sample.
-
-    Args:
-        model: config of the model.
-        tp_size: number of tensor-parallel ranks.
-        seq_length: number of tokens per sample.
-        cp_size: number of context-parallel ranks.
-
-    Raises:
-        ValueError: a size is not divisible, or a sample is too long. The message names the flags and their values.
-    """
-    # ---- check that the sizes of tensor and context parallelism divide the model's sizes
-    sizes = {"num_attention_heads": model.heads, "ffn_hidden_size": model.dense_ffn_size}
-    sizes["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
-    if model.group_query_attention:
-        sizes["num_query_groups"] = model.num_query_groups
-    for name, size in sizes.items():
-        if size is not None and size % tp_size:
-            raise ValueError(f"{in_use(model, name, size)} is not divisible by --tensor-model-parallel-size {tp_size}")
-    if model.heads % (cp_size * tp_size):
-        raise ValueError(
-            f"--num-attention-heads {model.heads} is not divisible by --context-parallel-size {cp_size} x "
-            f"--tensor-model-parallel-size {tp_size}: change one of them"
-        )
-
-    # ---- compare the length of a sample with the number of positions that the model supports
-    longest, scaled = model.max_position_embeddings, ""
-    if model.rope_type == "dynamic":
-        if cp_size > 1:
-            raise ValueError(
-                f"--rope-type dynamic needs whole sequences, and a rank of --context-parallel-size {cp_size} has a "
-                "part of each sequence: use another --rope-type, or --context-parallel-size 1"
-            )
-        longest = round((longest or 0) * model.rotary_scaling_factor)
-        scaled = f" x --rotary-scaling-factor {model.rotary_scaling_factor:g}"
-    if longest is None and model.positions == "learned_absolute":
-        raise ValueError("--max-position-embeddings is missing, which learned position embeddings need: add it")
-    if longest is not None and seq_length > longest:
-        limit = f"--max-position-embeddings {model.max_position_embeddings}{scaled}"
-        raise ValueError(f"--seq-length {seq_length} is longer than {limit}: change one of them")
 
 
 def check_experts(model: GPTConfig, layout: Layout, *, zero_stage: int) -> None:

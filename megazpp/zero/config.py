@@ -81,6 +81,39 @@ class ZeroConfig(Config):
     overlap_param_gather: bool | None = flag(None)
     overlap_grad_reduce: bool | None = flag(None)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.use_distributed_optimizer and self.stage == 0:
+            raise ValueError(
+                "--use-distributed-optimizer shards the moments, and --zero-stage 0 shards nothing: leave one of them "
+                "out"
+            )
+        if self.zero_weight_delta == "lossless" and self.hpz_partition_size == "1":
+            raise ValueError(
+                "--zero-weight-delta lossless sends deltas from the weights that a node keeps, so it requires "
+                "--zero-hpz-partition-size auto, not 1: set it to auto, or leave --zero-weight-delta out"
+            )
+        asked = ["--optimizer-cpu-offload"] * self.optimizer_cpu_offload + self.two_hop_flags
+        if asked and self.stage != 3:
+            given = f"--zero-stage {self.stage}"
+            if self.zero_stage is None:
+                given = f"--use-distributed-optimizer, which selects {given}"
+            raise ValueError(
+                f"{asked[0]} requires --zero-stage 3, the default, not {given}: remove one of the two flags"
+            )
+
+    @property
+    def two_hop_flags(self) -> list[str]:
+        """The set flags that replace FSDP2's collectives by collectives in two hops, as on a command line."""
+        wanted = {
+            "--zeropp": self.zeropp,
+            "--zero-weight-delta lossless": self.zero_weight_delta == "lossless",
+            "--zero-quantized-weights": self.quantizes_weights and self.weight_bits < 16,
+            f"--zero-hpz-partition-size {self.zero_hpz_partition_size}": self.hpz_partition_size != "1",
+            "--zero-quantized-gradients": self.quantizes_gradients,
+        }
+        return [name for name, on in wanted.items() if on]
+
     @property
     def weight_bits(self) -> int:
         """The bits per weight with which ranks gather whole weights (not deltas): 8, or 16 without quantization."""

@@ -65,12 +65,6 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
         _check_host_states(config, layout)
     keep = _keeps_secondary(config, layout)
     lossless = lossless if config.chooses_weight_delta else config.zero_weight_delta == "lossless"
-    if lossless and not keep:
-        raise ValueError(
-            "--zero-weight-delta lossless sends deltas from the weights that a node keeps, so it requires "
-            f"--zero-hpz-partition-size auto, not {config.hpz_partition_size}: set it to auto, or leave "
-            "--zero-weight-delta out"
-        )
     if lossless and param_dtype.itemsize != 2:
         raise ValueError(
             f"--zero-weight-delta lossless requires --bf16 or --fp16, not {param_dtype}: nearly all weights of this "
@@ -78,21 +72,6 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
         )
     quantized_weights = config.quantizes_weights and config.weight_bits < 16 and not lossless
     quantized_gradients = config.quantizes_gradients
-
-    # ---- raise an error if a flag that requires ZeRO stage 3 is set with another stage
-    wanted = {
-        "--zeropp": config.zeropp,
-        "--zero-weight-delta lossless": lossless,
-        "--zero-quantized-weights": quantized_weights,
-        f"--zero-hpz-partition-size {config.zero_hpz_partition_size}": keep,
-        "--zero-quantized-gradients": quantized_gradients,
-    }
-    asked = [name for name, on in wanted.items() if on]
-    if asked and config.stage != 3:
-        given = f"--zero-stage {config.stage}"
-        if config.zero_stage is None:
-            given = f"--use-distributed-optimizer, which selects {given}"
-        raise ValueError(f"{asked[0]} requires --zero-stage 3, the default, not {given}: remove one of the two flags")
 
     # ---- decide whether gathers and reductions overlap with the compute, which only stage 3 supports
     overlap_gather, overlap_reduce = (
@@ -105,8 +84,10 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
     plan, notices = CommPlan(overlap_gather=overlap_gather, overlap_reduce=overlap_reduce), list[str]()
 
     # ---- choose the formats of the two-hop collectives; with one node, FSDP2's collectives in one hop are used
-    if asked and layout.cross == 1:
-        notices.append(f"{asked[0]} has no effect: no traffic crosses nodes, so ZeRO-3's collectives are used")
+    if config.two_hop_flags and layout.cross == 1:
+        notices.append(
+            f"{config.two_hop_flags[0]} has no effect: no traffic crosses nodes, so ZeRO-3's collectives are used"
+        )
         quantized_weights = quantized_gradients = keep = False
     if layout.local == 1 and keep:
         notices.append("each node has one data rank, so each rank keeps a full copy of the weights for its node (hpZ)")
@@ -124,11 +105,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
 
 
 def _check_host_states(config: ZeroConfig, layout: Layout) -> None:
-    """Raise a ValueError if --optimizer-cpu-offload does not support the ZeRO stage or the layout of ranks."""
-    if config.stage != 3:
-        raise ValueError(
-            f"--optimizer-cpu-offload requires --zero-stage 3, the default, not {config.stage}: remove one of the flags"
-        )
+    """Raise a ValueError if --optimizer-cpu-offload does not support the layout of ranks."""
     if layout.replicate > 1:
         raise ValueError(
             f"--optimizer-cpu-offload does not support {layout.replicate} replicas of the model (--hsdp, "

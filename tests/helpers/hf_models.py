@@ -18,8 +18,9 @@ from megazpp.convert.model import Model
 from megazpp.data.tokenizer import TokenizerConfig
 from megazpp.features import FEATURES
 from megazpp.model.gpt import GPTModel
-from megazpp.run.checks import check_model
+from megazpp.parallel.config import ParallelConfig
 from megazpp.run.feature import weight_opener
+from megazpp.run.flag_checks import check_model
 
 if TYPE_CHECKING:  # imported in functions only, because the import takes a second
     import transformers
@@ -118,7 +119,7 @@ def logits(folder: Path) -> torch.Tensor:
 def our_model(model: Model, seq_length: int = SEQ) -> GPTModel:
     """Build this project's model in one process, with the weights of a model that was read from another format."""
     config = dataclasses.replace(model.config, make_vocab_size_divisible_by=1)
-    check_model(config, tp_size=1, seq_length=seq_length)
+    check_model(config, ParallelConfig(), seq_length)
     scalar_head = "scalar_head.weight" in model.tensors
     ours = GPTModel(config, vocab_size=model.rows, scalar_head=scalar_head).eval()
     ours.load_state_dict({name: entry.read() for name, entry in model.tensors.items()})
