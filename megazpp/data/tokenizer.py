@@ -309,6 +309,14 @@ class Tokenizer:
         """
         raise NotImplementedError
 
+    @property
+    def rules(self) -> Any:
+        """A value that is equal for two tokenizers of the same kind if both split texts into vocabulary entries alike.
+
+        Added tokens and the special tokens around texts do not count. Values of other processes are not comparable.
+        """
+        return self.identity
+
     def fit(self, vocab_size: int) -> None:
         """Set `vocab_size` to the size of the model's vocabulary, which may differ from the tokenizer's.
 
@@ -477,6 +485,11 @@ class HFTokenizer(Tokenizer):
 
     def decode_with_specials(self, ids: Sequence[int]) -> str:
         return self._theirs.decode(ids, clean_up_tokenization_spaces=False)
+
+    @property
+    def rules(self) -> Any:
+        values = json.loads(self._tokenizer.to_str())
+        return [values[name] for name in ("normalizer", "pre_tokenizer", "model")]
 
     def chat_template(self, name: str | None = None, tools: Sequence[object] | None = None) -> str | None:
         return None if self._theirs.chat_template is None else self._theirs.get_chat_template(name, tools)

@@ -275,15 +275,18 @@ def check_same_tokens(folder: CheckpointFolder, record: CheckpointMetadata, toke
         record: metadata of the checkpoint.
         tokenizer: the policy's tokenizer.
     Raises:
-        ValueError: a token id has another text than in the policy's tokenizer.
+        ValueError: a token id has another text than in the policy's tokenizer, or texts are split into other tokens.
     """
+    remedy = "give a model that was trained with the policy's tokenizer"
     own = open_tokenizer(folder.path, record, TokenizerConfig(), lambda line: None)
     if own is not None and own.identity != tokenizer.identity:
         for token in range(min(own.vocab_size, tokenizer.vocab_size)):
             if (there := own.decode_with_specials([token])) != (here := tokenizer.decode_with_specials([token])):
                 pieces = f"token {token} is {there!r}, and {here!r} in the policy's"
-                remedy = "give a model that was trained with the policy's tokenizer"
                 raise ValueError(f"{folder.name}: its tokenizer is not the policy's: {pieces}; {remedy}")
+        if type(own) is type(tokenizer) and own.rules != tokenizer.rules:
+            rules = "its tokens are the policy's, but its tokenizer splits texts by other merges or rules"
+            raise ValueError(f"{folder.name}: {rules}; {remedy}")
     return own
 
 

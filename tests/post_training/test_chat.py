@@ -295,3 +295,18 @@ def test_model_whose_special_tokens_have_other_ids_is_rejected(tmp_path):
         assert setup.check_same_tokens(source, source, own) is own
         with pytest.raises(ValueError, match=r"token 1 is '<\|im_end\|>', and '<\|im_start\|>' in the policy's"):
             setup.check_same_tokens(source, source, own)
+
+
+def test_model_whose_tokenizer_splits_texts_by_other_rules_is_rejected(tmp_path):
+    own, folder = load(folder_of(tmp_path / "own", llama3, CHATML)), folder_of(tmp_path / "other", llama3, CHATML)
+    file, source = folder / "tokenizer.json", SimpleNamespace(name="--reward-load other", path=folder)
+    values: dict[str, Any] = json.loads(file.read_text())
+    check: Any = functools.partial(setup.check_same_tokens, source, source, own)
+    with mock.patch.object(setup, "open_tokenizer", side_effect=lambda *_: load(folder)):
+        file.write_text(json.dumps(values, indent=1))  # the same tokenizer, written in another way
+        assert check() is not None
+        model = {**values["model"], "merges": values["model"]["merges"][::-1]}
+        for changed in ({"model": model}, {"normalizer": {"type": "Lowercase"}}, {"pre_tokenizer": None}):
+            file.write_text(json.dumps(values | changed))
+            with pytest.raises(ValueError, match="--reward-load other: its tokens are the policy's, but its tokenizer"):
+                check()
