@@ -139,15 +139,22 @@ def _claim(path: Path) -> BinaryIO:
     Raises:
         ValueError: another process has locked the file, because it is writing the same pair.
     """
-    file = open(path, "ab")  # noqa: SIM115 - "wb" would truncate the file before the lock shows that it is in use
-    # The builder that held the lock may have renamed or removed the file after `open`. The lock is then of a file with
-    # another path or none, so compare the open file with the file at `path`.
-    try:
-        mine = try_lock(file) and path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        mine = True  # the file system does not support locks, so other processes cannot be detected
-    if not mine:
+    while True:
+        file = open(path, "ab")  # noqa: SIM115 - "wb" would truncate the file before the lock shows that it is in use
+        try:
+            is_locked = try_lock(file)
+        except OSError:
+            break  # the file system does not support locks, so other processes cannot be detected
+        if not is_locked:
+            file.close()
+            raise ValueError(
+                f"{path}: another process is writing this file; wait for its end, or write to another path"
+            )
+        # The builder that held the lock may have renamed or removed the file after `open`. The lock is then of a
+        # complete .bin or of no file, so open the path again.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                break
         file.close()
-        raise ValueError(f"{path}: another process is writing this file; wait for its end, or write to another path")
     file.truncate(0)
     return file

@@ -174,6 +174,21 @@ def test_pair_is_locked_while_written_and_leftovers_are_replaced(tmp_path):
     assert contents(tmp_path)["a.bin"] == b"\x03\x00"
 
 
+def test_pair_that_another_process_completes_before_the_lock_is_kept(tmp_path):
+    unfinished, lock = tmp_path / "b.bin.unfinished", indexed_builder.try_lock
+    unfinished.write_bytes(b"complete")
+
+    def lock_late(file):  # the other process renames its file between `open` and the lock
+        if unfinished.read_bytes():
+            unfinished.rename(tmp_path / "a.bin")
+        return lock(file)
+
+    with mock.patch.object(indexed_builder, "try_lock", lock_late):
+        write_pair(tmp_path / "b", [[3]])
+    assert contents(tmp_path).keys() == {"a.bin", "b.bin", "b.idx"}
+    assert (contents(tmp_path)["a.bin"], contents(tmp_path)["b.bin"]) == (b"complete", b"\x03\x00")
+
+
 @pytest.mark.parametrize(("length", "name"), [(100_000, "a.bin"), (32_000, "a.idx")])
 def test_full_disk_is_reported_with_the_file_and_nothing_is_left(tmp_path, length, name):
     def build(prefix: Path) -> None:
