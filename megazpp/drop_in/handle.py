@@ -171,7 +171,9 @@ class Handle(Sharding):
         the sizes of the mesh axes and the rank. If there is no such state (`keeps_state`), no rank writes a file.
 
         Args:
-            folder: folder of the program's checkpoint; it is created if it does not exist.
+            folder: folder of the program's checkpoint; it is created if it does not exist. Use a new folder for each
+                checkpoint, because files of another layout of ranks stay in it, and `load` cannot see that the error
+                feedback in them is older than the weights.
         """
         if not self.keeps_state:
             return
