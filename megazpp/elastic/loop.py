@@ -102,7 +102,7 @@ class ElasticLoop:
         self._published_steps = 0
         # number of live groups at this group's last step, at most the nominal number. While groups are missing, a step
         # advances the learning rate schedule by the live fraction of a global batch.
-        self._live = self._rules.groups
+        self._live, self._is_connected = self._rules.groups, False
         self._last_step_at = 0.0  # time from which the next step is timed: the end of the last step, or of a wait
 
     # ---- hooks that the trainer calls ---------------------------------------------------------------------------
@@ -126,14 +126,25 @@ class ElasticLoop:
         hello: Record = {"group": name, "rank": self._axis.rank, "incarnation": incarnation}
         save = self._trainer.run.save
         hello |= {"facts": _facts(self._trainer), "rules": list(self._rules), "saves": save.shared_id if save else ""}
-        self._agent = agent = Agent(
-            self._flags,
-            hello | {"version": self.version, "id": self.id},
-            most_bytes=self.outer.most_bytes,
-            snapshot=self._snapshot,
-            stopped=self._stopped,
-            say=self._say,
-        )
+        try:
+            self._agent = agent = Agent(
+                self._flags,
+                hello | {"version": self.version, "id": self.id},
+                most_bytes=self.outer.most_bytes,
+                snapshot=self._snapshot,
+                stopped=self._stopped,
+                say=self._say,
+            )
+            self._is_connected = True
+        except OutError:
+            if not self._stopped():
+                raise
+        # A stop signal may have reached only some ranks before they were connected. All ranks then end together.
+        if not all(self._axis.share_object(self._axis.gather_objects(self._is_connected))):
+            if self._is_connected:
+                self._agent.close()
+            self._is_connected = False
+            return progress._replace(stop_reason="a stop signal before this group had reached the coordinator")
         while (status := self._agreed(self._membership)) == "joining" and not self._fetch_state():
             pass
         if status == "stopped":
@@ -202,6 +213,8 @@ class ElasticLoop:
         Args:
             progress: progress of the training loop at its end.
         """
+        if not self._is_connected:
+            return
         self._agent.tell(leaves=True)
         if self._must_save():
             self._trainer.checkpoints.save(self._merged_progress(progress))

@@ -279,6 +279,13 @@ def test_signals_to_all_groups_save_the_newest_outer_weights(tmp_path, new_site)
     for group in (a, b):
         group.process.terminate()
     finish(a, b)
+    # ---- a group that still waits for the coordinator ends in the same way
+    kill(site.coordinator)
+    a = site.start("a")
+    a.wait_for("waiting for the coordinator")
+    a.process.terminate()
+    finish(a)
+    assert "stopped by a stop signal before this group had reached the coordinator" in a.output()
 
 
 def test_group_with_other_flags_or_another_secret_is_refused_by_flag(tmp_path, new_site):
