@@ -211,7 +211,7 @@ WRONG_PATHS = {
         ["--tokenizer-model no does not exist", "--load no has no", "--text-path nowhere does not exist"],
     ),
     "tools/convert_checkpoint.py": ("--input nowhere --output x", ["--input nowhere does not exist"]),
-    "tools/evaluate.py": ("--load nowhere", ["--load nowhere has no checkpoint: it does not exist"]),
+    "tools/evaluate.py": ("--load nowhere --input no", ["--input no is neither a text nor the prefix of a .bin/.idx"]),
     "tools/generate.py": (
         "--load . --data-path no --prompt-file nowhere",
         ["--prompt-file nowhere does not exist", "--data-path no: no.idx does not exist"],

@@ -25,6 +25,7 @@ begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also durin
 
 from megazpp.base.flags import COMMAND_LINE, Config, flag
 from megazpp.base.program import answer_flags, user_errors
+from megazpp.data.text import check_input
 from megazpp.features import FEATURES
 from megazpp.inference.config import parse_checkpoint_flags
 from megazpp.run.arguments import ParsedRun
@@ -51,7 +52,8 @@ def parse(argv: list[str]) -> ParsedRun:
     """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later.
 
     Raises:
-        ValueError: a flag is wrong, or --input is given together with a flag about the data of the training.
+        ValueError: a flag is wrong, --input is given together with a flag about the data of the training, or it names
+            no text.
     """
     parsed = parse_checkpoint_flags(
         argv, EvaluateConfig, file=__file__, description=__doc__, features=FEATURES, common=COMMON
@@ -64,6 +66,8 @@ def parse(argv: list[str]) -> ParsedRun:
                 f"{flag_name} chooses from the data of the training, but all of --input {text} is scored: leave out "
                 "one of the two"
             )
+    if text is not None:
+        check_input(text)
     return parsed
 
 
@@ -78,7 +82,7 @@ from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.config import Splits
 from megazpp.data.dataset import build_datasets, check_inputs
 from megazpp.inference.on_checkpoint import Loaded, run_on_checkpoint
-from megazpp.inference.scoring import Score, check_input, count_labels, score_whole
+from megazpp.inference.scoring import Score, count_labels, score_whole
 from megazpp.parallel.agreement import check_equal_on_all_ranks
 from megazpp.run.arguments import RunConfig
 from megazpp.run.start import distributed_program
@@ -104,7 +108,6 @@ def check(config: RunConfig, extra: EvaluateConfig, record: CheckpointMetadata) 
         record: metadata of the checkpoint.
     """
     if extra.input is not None:
-        check_input(extra.input)
         return
     objective = record.flags.get("objective")
     if objective is not None and all(getattr(config.data, name) == tuple(record.flags[name] or ()) for name in PATHS):

@@ -23,7 +23,7 @@ from megazpp.base.program import Problems, leaving_on_ctrl_c
 from megazpp.data.cache import build_once, cache_key, errors_of_damage
 from megazpp.data.documents import BadLine, check_readable, kind_of, missing_file, read_texts
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, optimal_dtype
-from megazpp.data.indexed_dataset import IndexedDataset
+from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
 
 MAX_CHARACTERS = 100_000_000  # most characters to train a tokenizer on; more text does not improve the vocabulary
@@ -90,6 +90,31 @@ def check_texts(paths: Sequence[Path], *, flag_name: str = _FLAG) -> None:
     first = [next(read_documents(path, flag_name=flag_name), None) for path in paths]
     if not any(first):
         raise ValueError(f"{flag_name} {_names(paths)} contains only empty documents: name a file with text")
+
+
+def check_input(path: str) -> None:
+    """Check that --input names a text with content, or the prefix of a .bin/.idx pair of files.
+
+    Raises:
+        ValueError: `path` names neither a text nor a .bin/.idx pair, or the text is empty.
+    """
+    if is_pair(path):
+        IndexedDataset(Path(path).expanduser())
+        return
+    try:
+        files = resolve_text_paths([path])
+    except ValueError as error:
+        raise ValueError(
+            f"--input {path} is neither a text nor the prefix of a .bin/.idx pair: give an existing text "
+            "file, or the pair's path without .bin"
+        ) from error
+    check_texts(files, flag_name="--input")
+
+
+def is_pair(path: str) -> bool:
+    """Return True if --input is the prefix of a .bin/.idx pair: one of the files PREFIX.bin and PREFIX.idx exists."""
+    prefix = Path(path).expanduser()
+    return prefix.name != "" and any(file.exists() for file in pair_paths(prefix))
 
 
 def cached_sentencepiece(

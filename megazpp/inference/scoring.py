@@ -19,9 +19,9 @@ import torch
 from megazpp.data.blend import DataSource
 from megazpp.data.config import DataConfig
 from megazpp.data.dataset import batch_options, cache_dir, check_special_tokens, missing_ends
-from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
+from megazpp.data.indexed_dataset import IndexedDataset
 from megazpp.data.loader import BatchLoader, Dataset
-from megazpp.data.text import cached_indexed_dataset, check_texts, read_documents, resolve_text_paths
+from megazpp.data.text import cached_indexed_dataset, is_pair, read_documents, resolve_text_paths
 from megazpp.data.token_bytes import TokenBytes
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.inference.whole_text import PADDING, WholeText, make_padded_batch
@@ -105,25 +105,6 @@ def count_labels(
     return LabelCounts(*(_sum_over_ranks(count, dims) for count in counts.tolist()))
 
 
-def check_input(path: str) -> None:
-    """Check that --input names a text with content, or the prefix of a .bin/.idx pair of files.
-
-    Raises:
-        ValueError: `path` names neither a text nor a .bin/.idx pair, or the text is empty.
-    """
-    if _is_pair(path):
-        IndexedDataset(Path(path).expanduser())
-        return
-    try:
-        files = resolve_text_paths([path])
-    except ValueError as error:
-        raise ValueError(
-            f"--input {path} is neither a text nor the prefix of a .bin/.idx pair: give an existing text "
-            "file, or the pair's path without .bin"
-        ) from error
-    check_texts(files, flag_name="--input")
-
-
 def score_whole(
     built: tuple[GPTModel, WeightHandle],
     dims: ParallelDims,
@@ -153,7 +134,7 @@ def score_whole(
     """
     assert data.seq_length is not None
     # ---- open or tokenize the text that --input names
-    if _is_pair(path):
+    if is_pair(path):
         files, prefix = None, Path(path).expanduser()
     else:
         files = resolve_text_paths([path])
@@ -191,12 +172,6 @@ def score_whole(
         if start is None:  # the first id is not a label, so its bytes are not predicted
             text_bytes -= TokenBytes(tokenizer).size(int(text[0][0]), first=True)
     return Score(loss, tokens, text_bytes)
-
-
-def _is_pair(path: str) -> bool:
-    """Return True if --input is the prefix of a .bin/.idx pair: one of the files PREFIX.bin and PREFIX.idx exists."""
-    prefix = Path(path).expanduser()
-    return prefix.name != "" and any(file.exists() for file in pair_paths(prefix))
 
 
 def _sum_over_ranks(count: int, dims: ParallelDims) -> int:

@@ -13,9 +13,9 @@ from helpers.tiers import slow
 from helpers.training import CPU, Case, build_on_ranks
 
 from megazpp.data.config import DataConfig
-from megazpp.data.text import write_indexed_dataset
+from megazpp.data.text import check_input, write_indexed_dataset
 from megazpp.data.tokenizer import ByteTokenizer
-from megazpp.inference.scoring import Score, check_input, count_labels, score_whole
+from megazpp.inference.scoring import Score, count_labels, score_whole
 from megazpp.inference.whole_text import PADDING
 from megazpp.training.setup import ShardedModel
 
