@@ -4,7 +4,7 @@ The package transformers opens Hugging Face folders, so texts get the same token
 the special tokens that the folder's files put around a text (`SpecialTokens`), such as <s> before a prompt and before
 each document of a dataset. Megatron's HuggingFaceTokenizer adds the same tokens.
 
-This file is longer than 300 lines because every kind of tokenizer implements the private methods of `Tokenizer`.
+All kinds of tokenizers are in one file, because each of them implements the private methods of `Tokenizer`.
 """
 
 from __future__ import annotations

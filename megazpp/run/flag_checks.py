@@ -11,6 +11,7 @@ from pathlib import Path
 from megazpp.base.files import errors_as
 from megazpp.base.flags import check_existing, in_use
 from megazpp.base.program import Problems
+from megazpp.data.cache import check_cache_dir
 from megazpp.data.config import parse_blend, paths_by_use
 from megazpp.data.documents import missing_file
 from megazpp.data.indexed_dataset import find_pair
@@ -43,7 +44,7 @@ def check_flags(config: RunConfig) -> None:
 
 
 def check_paths(parsed: ParsedRun, *, needs_load: bool = False, pairs: bool = True) -> bool:
-    """Check that the files and folders exist that flags name as inputs, and that --cluster-file can be read.
+    """Check that inputs which flags name exist, that output folders can be created, and that --cluster-file is right.
 
     Args:
         parsed: command line of the program.
@@ -55,7 +56,8 @@ def check_paths(parsed: ParsedRun, *, needs_load: bool = False, pairs: bool = Tr
         False, because no flag asks for information only (see `answer_flags`).
 
     Raises:
-        ValueError: paths do not exist, or the cluster file is wrong. The message has one line per flag and path.
+        ValueError: paths do not exist or are files, or the cluster file is wrong. The message has one line per flag and
+            path.
     """
     problems, data, checkpoint = Problems(), parsed.config.data, parsed.config.checkpoint
     with problems:
@@ -69,6 +71,11 @@ def check_paths(parsed: ParsedRun, *, needs_load: bool = False, pairs: bool = Tr
     with problems:
         if (cluster_file := parsed.config.cluster.cluster_file) is not None:
             read_cluster(cluster_file)
+    folders = {"--save": checkpoint.save, "--run-dir": parsed.config.tracking.run_dir}
+    for name, folder in {**folders, "--data-cache-path": data.data_cache_path}.items():
+        with problems:
+            if folder is not None:
+                check_cache_dir(Path(folder).expanduser(), name)
     with problems:
         resolve_text_paths(data.text_path)
     for name, values in {"--data-path": data.data_path, **paths_by_use(data)}.items():
