@@ -19,7 +19,7 @@ from helpers.checkpoints import run
 from helpers.ranks import ranks
 from helpers.tensor_parallel import STYLES, VOCAB, assert_gradients_near, build_gpt, packed, sample, saved_tensors, step
 from helpers.tiers import nightly
-from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks, train_plain
+from helpers.training import GPT2_STYLE, LLAMA_STYLE, Case, train_on_ranks
 
 from megazpp.inference.config import SampleConfig
 from megazpp.inference.generate import draw_completions, evaluating
@@ -101,7 +101,7 @@ CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",
     nightly(1, False, "gpt2", CORE, None, 0),
     nightly(2, False, "gpt2", DROPOUT | NORMS_AND_ACTIVATION, None, 0),
     nightly(2, True, "llama", DROPOUT | NORMS_AND_ACTIVATION, None, 0),
-    (2, True, "gpt2", DROPOUT | CORE, None, 1),  # torch 2.13 breaks the graph once for this combination
+    nightly(2, True, "gpt2", DROPOUT | CORE, None, 1),  # torch 2.13 breaks the graph once for this combination
     (1, False, "llama", {}, "hybrid", 0),
     nightly(2, True, "llama", {}, "hybrid", 0),
 ])  # fmt: skip
@@ -148,29 +148,28 @@ def post_training_model(style: GPTConfig, *, frozen: bool = False) -> GPTModel:
 def test_post_training_models_have_one_graph_per_kind_for_any_size():
     """Test that models of post-training have one graph per kind of layer, for any number and length of rows.
 
-    The five kinds are the policy in training, without gradients and in evaluation, a frozen reference, and a reward
-    model of another size. Single rows need each kind again, which is more than torch's limit of 8 graphs.
+    The four kinds are the policy in training, without gradients and in evaluation, and a frozen reference. Single rows
+    need each kind again, which is more than torch's limit of 8 graphs.
     """
-    style, other = LLAMA_STYLE, dataclasses.replace(LLAMA_STYLE, hidden_size=16, ffn_hidden_size=16)
     with aot_eager("eager"):
-        policy, eager = post_training_model(compiled(style)), post_training_model(style)
-        reference, reward = (post_training_model(compiled(each), frozen=True) for each in (style, other))
+        policy, eager = post_training_model(compiled(LLAMA_STYLE)), post_training_model(LLAMA_STYLE)
+        reference = post_training_model(compiled(LLAMA_STYLE), frozen=True)
         counts = []
-        for rows, seq in ((2, 16), (3, 9), (4, 12), (1, 16), (2, 7), (1, 5)):
+        for rows, seq in ((2, 16), (3, 9), (1, 16), (2, 7), (1, 5)):
             ids = torch.randint(VOCAB, (rows, seq), generator=torch.Generator().manual_seed(rows))
             head = TokenHead(ids, with_entropy=True)
             outputs, expected = (model.train()(ids, head=head) for model in (policy, eager))
             torch.testing.assert_close(outputs.losses, expected.losses, rtol=1e-5, atol=0)
             outputs.losses.sum().backward()
             with torch.no_grad():
-                for model, training in ((policy, True), (policy, False), (reference, False), (reward, False)):
+                for model, training in ((policy, True), (policy, False), (reference, False)):
                     model.train(training)(ids, ids)
             counts.append(graphs())
     frames = torch._dynamo.utils.counters["frames"]
     # torch compiled each function that it saw; none fell back to eager execution
     assert frames["total"] == frames["ok"]
-    # after each batch: 5 kinds of layers and 3 graphs of the loss, and 5 more kinds from the first single row on
-    assert counts == [8, 8, 8, 13, 13, 13]
+    # after each batch: 4 kinds of layers and 3 graphs of the loss, and 4 more kinds from the first single row on
+    assert counts == [7, 7, 11, 11, 11]
 
 
 @aot_eager("eager")
@@ -187,17 +186,14 @@ def decode(compile_: bool) -> tuple[list[list[int]], list[int]]:
     return tokens, counts
 
 
-@pytest.mark.parametrize("size", [nightly(1), 2])
-def test_decoding_has_one_graph_for_many_rows_and_one_for_single(size):
+def test_decoding_has_one_graph_for_many_rows_and_one_for_single():
     """Check that generation compiles one graph for several rows and one for a single row.
 
     Tokens are the same as without compilation, and --no-compile makes no graph.
     """
-    for (tokens, counts), (expected, none) in zip(
-        *(ranks(size).run(decode, each) for each in (True, False)), strict=True
-    ):
-        assert tokens == expected
-        assert (counts, none) == ([1, 1, 2], [0, 0, 0])
+    ((tokens, counts),), ((expected, none),) = (ranks(1).run(decode, each) for each in (True, False))
+    assert tokens == expected
+    assert (counts, none) == ([1, 1, 2], [0, 0, 0])
 
 
 @aot_eager()
@@ -236,15 +232,17 @@ def test_resumed_compiled_run_is_bit_identical(tmp_path):
     (1, 2, False, {"recompute_granularity": "full"}),
     (2, 1, True, {}),
 ])  # fmt: skip
-def test_compiled_sharded_run_equals_one_plain_process(tp, cp, sequence_parallel, changes):
-    """Train two steps of two micro-batches with compiled layers under FSDP2, and compare with one plain process.
+def test_compiled_sharded_run_equals_an_eager_run(tp, cp, sequence_parallel, changes):
+    """Train two steps of two micro-batches with compiled and with eager layers under FSDP2, and compare.
 
-    The tolerance is 1e-5, as for every other layout.
+    Bytes must be equal. The tolerance of losses is 1e-5, as for every other layout.
     """
-    case = Case(steps=2, micro_batches=2, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
-    expected = train_plain(case)
-    case = dataclasses.replace(case, model=compiled(case.model, **changes))
+    model = dataclasses.replace(GPT2_STYLE, **changes)
+    case = Case(model=model, steps=2, micro_batches=2, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
+    expected = ranks(2).run(train_on_ranks, case)[0]
+    case = dataclasses.replace(case, model=compiled(model))
     for result, graphs_made in ranks(2).run(with_graphs, train_on_ranks, case):
         assert result["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert result["sent"] == expected["sent"]
         assert 0 < graphs_made < 20  # compiled code is reused: layers, steps and micro-batches do not each add graphs
