@@ -73,7 +73,13 @@ class Site:
 
     def commits(self) -> list[dict]:
         newest = max((self.path / "journal" / "coordinator").iterdir(), key=lambda path: int(path.stem.split("-")[1]))
-        return [record for record in map(json.loads, newest.read_text().splitlines()) if "commit" in record]
+        found: list[dict] = []
+        for record in map(json.loads, newest.read_text().splitlines()):
+            if "begin" in record:  # the run starts at this version, so later versions are not part of it
+                found = [commit for commit in found if commit["commit"] <= record["begin"]]
+            elif "commit" in record:
+                found.append(record)
+        return found
 
     def check_all_merged_once(self, iterations: int) -> None:
         cells = [cell for commit in self.commits() for entry in commit["set"] for cell in entry["cells"]]
