@@ -273,7 +273,7 @@ REFUSED = """
 --no-such-flag 3 --train-iter 4 | --no-such-flag is not a flag | did you mean --train-iters or --train-samples?
 --train-iters 0x | --train-iters
 --log-interval 0 | --log-interval 0
---tensor-model-parallel-size 3 | --tensor-model-parallel-size 3
+--tensor-model-parallel-size 3 | --num-attention-heads 4 is not divisible | --tensor-model-parallel-size 3
 --record-memory-history | --record-memory-history
 --load missing --exit-on-missing-checkpoint | --load missing
 --text-path missing.txt | --text-path missing.txt
@@ -283,7 +283,7 @@ REFUSED = """
 --data-cache-path BAD | --data-cache-path: cannot write
 @missing.args | missing.args
 --plan --cluster-file BAD | --cluster-file BAD cannot be read
---plan PLANNED --tensor-model-parallel-size 8 | --tensor-model-parallel-size 8
+--plan PLANNED --tensor-model-parallel-size 8 | --num-attention-heads 4 is not | --tensor-model-parallel-size 8
 --plan PLANNED --micro-batch-size 3 | --global-batch-size
 --plan PLANNED --num-attention-heads 3 | --num-attention-heads
 """

@@ -94,8 +94,7 @@ class ZeroConfig(Config):
                 "--zero-weight-delta lossless sends deltas from the weights that a node keeps, so it requires "
                 "--zero-hpz-partition-size auto, not 1: set it to auto, or leave --zero-weight-delta out"
             )
-        asked = ["--optimizer-cpu-offload"] * self.optimizer_cpu_offload + self.two_hop_flags
-        if asked and self.stage != 3:
+        if (asked := self.two_hop_flags) and self.stage != 3:
             given = f"--zero-stage {self.stage}"
             if self.zero_stage is None:
                 given = f"--use-distributed-optimizer, which selects {given}"

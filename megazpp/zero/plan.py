@@ -105,7 +105,14 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
 
 
 def _check_host_states(config: ZeroConfig, layout: Layout) -> None:
-    """Raise a ValueError if --optimizer-cpu-offload does not support the layout of ranks."""
+    """Raise a ValueError if --optimizer-cpu-offload does not support the ZeRO stage or the layout of ranks.
+
+    The stage is not checked when a `ZeroConfig` is created, because the planner's search tries all stages.
+    """
+    if config.stage != 3:
+        raise ValueError(
+            f"--optimizer-cpu-offload requires --zero-stage 3, the default, not {config.stage}: remove one of the flags"
+        )
     if layout.replicate > 1:
         raise ValueError(
             f"--optimizer-cpu-offload does not support {layout.replicate} replicas of the model (--hsdp, "
