@@ -133,8 +133,6 @@ def main(argv: list[str]) -> int:
         trainer = Trainer(run, parts)
         # ---- train and evaluate
         start = trainer.load()
-        if not source.continues:
-            post.take_reference()
         progress = trainer.train(start)
         post.save_adapter()
         trainer.finish(progress)

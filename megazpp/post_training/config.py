@@ -75,10 +75,6 @@ class PostTrainingConfig(Config):
         label_smoothing: assumed fraction of wrong preferences, for --loss-type robust.
         center_rewards_coefficient: weight of the squared sum of both scores of a pair in the loss, which keeps the mean
             score at 0.
-        sync_ref_model: mix the policy's weights into the reference model every --ref-model-sync-steps; the reference is
-            then sharded in fp32 like the policy, and gathered across nodes.
-        ref_model_mixup_alpha: weight of the policy in the mixed reference.
-        ref_model_sync_steps: optimizer steps between updates of the reference.
         precompute_ref_log_probs: compute the reference model's log-probabilities of all pairs before training, and then
             free the reference model; --data-cache-path keeps the log-probabilities for other runs.
         num_generations: number of completions of each prompt, on one or several ranks.
@@ -123,9 +119,6 @@ class PostTrainingConfig(Config):
     loss_weights: tuple[float, ...] | None = flag(None, nargs="+", needs="--objective dpo", must_be="positive")
     label_smoothing: float = flag(0.0, needs="--objective dpo")
     center_rewards_coefficient: float | None = flag(None, needs="--objective reward", must_be="positive")
-    sync_ref_model: bool = flag(False, needs=CHOSEN_LOSS)
-    ref_model_mixup_alpha: float = flag(0.6, needs="--sync-ref-model", must_be="a share")
-    ref_model_sync_steps: int = flag(512, needs="--sync-ref-model", must_be="positive")
     precompute_ref_log_probs: bool = flag(False, needs="--objective dpo")
     num_generations: int = flag(8, needs=GRPO, must_be="positive")
     max_completion_length: int = flag(512, needs=DRAWN, must_be="positive")
@@ -186,8 +179,7 @@ class PostTrainingConfig(Config):
             ("label_smoothing", "robust" not in self.losses, "needs --loss-type robust"),
             ("delta", self.loss == "cispo", "is for a loss that clips, not --loss-type cispo"),
             ("epsilon", self.loss == "cispo" and bool(self.epsilon_high), "is not used by --loss-type cispo"),
-            ("use_bias_correction_kl sync_ref_model", not self.needs_reference, "needs --beta above 0"),
-            ("precompute_ref_log_probs", self.sync_ref_model, "is for a reference without --sync-ref-model"),
+            ("use_bias_correction_kl", not self.needs_reference, "needs --beta above 0"),
         ):
             for field in dataclasses.fields(self) if off else ():
                 if field.name in names.split() and getattr(self, field.name) != field.default:

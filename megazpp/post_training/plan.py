@@ -107,9 +107,7 @@ def plan_models(
     standing = Counter({kind: training[kind] for kind in STANDING})
     asked = asked_in(None)
     kept = _streamed_bytes(config, configs, plan, rank, on_cpu) if streams else asked[Memory.FROZEN]
-    reference = Counter[Memory]()
-    if post.needs_reference and settings is None:
-        reference[Memory.REFERENCE] = standing[Memory.PARAMETERS] if post.sync_ref_model else kept
+    reference = Counter({Memory.REFERENCE: kept} if post.needs_reference and settings is None else {})
     reward = Counter({Memory.REWARD: kept} if post.reward_load is not None else {})
     phases: Phases = {}
     if post.needs_reference or post.reward_load is not None:

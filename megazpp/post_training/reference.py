@@ -8,8 +8,7 @@ does not load the reference model. Rank 0 reads and writes the cache.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SCORE_PAD, SHAPE, CheckpointMetadata, shape_of
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.safe_reader import WHOLE_WEIGHTS, WeightOpener
-from megazpp.checkpoint.state import Saved, StatePart
 from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
 from megazpp.data.loader import on_device
 from megazpp.lora.layers import adapters_off
@@ -33,9 +31,7 @@ from megazpp.packed_weights.reader import FrozenPlace
 from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch, row_multiple
 from megazpp.post_training.objectives import Logps, TokenHead, scores
-from megazpp.tensor_parallel.parameters import local, model_state
 from megazpp.training.config import ModelSpec
-from megazpp.training.setup import ShardedModel
 
 
 class FrozenModel:
@@ -69,68 +65,6 @@ class FrozenModel:
     def scores(self, batch: Any) -> torch.Tensor:
         """Compute a reward model's [B] fp32 scores, one for each of the B rows of a batch."""
         return scores(self._model, batch, pad=self._score_pad)
-
-
-class SyncedModel(FrozenModel, StatePart):
-    """A reference model that follows the policy (--sync-ref-model): the policy's weights are mixed in at intervals.
-
-    Both models have equal shapes and shards, so the mixing needs no communication. Checkpoints contain the reference
-    model, sharded like the policy. Source: TR-DPO, Gorbatovski et al. 2024.
-
-    Args:
-        reference: the reference model.
-        policy: the trained policy.
-        alpha: weight of the policy in the mixed reference model.
-        every: number of optimizer steps between two updates of the reference model.
-        temperature: divisor of the logits for log-probabilities.
-    """
-
-    prefix = "reference."
-
-    def __init__(
-        self, reference: ShardedModel, policy: ShardedModel, *, alpha: float, every: int, temperature: float = 1.0
-    ) -> None:
-        super().__init__(reference.model, temperature=temperature)
-        self.built, self._policy, self._alpha, self._every = reference, policy, alpha, every
-
-    @contextlib.contextmanager
-    def step(self, iteration: int) -> Iterator[None]:
-        """Return a context around a training step, at whose end the reference model may be updated.
-
-        This happens if `iteration`, the number of the step, is a multiple of `every`.
-        """
-        yield
-        if iteration % self._every == 0:
-            self.take(self._alpha)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        self.built.sharding.reshard()
-        return {name: tensor.detach() for name, tensor in model_state(self.built.model).items()}
-
-    def targets(self, saved: Saved) -> dict[str, torch.Tensor]:
-        return self.tensors()
-
-    def take(self, alpha: float) -> None:
-        """Replace the reference model's weights by (1 - `alpha`) times themselves plus `alpha` times the policy's."""
-        for each in (self.built, self._policy):
-            # Free gathered weights: the model's parameters are then this rank's shards, which `mix_` needs
-            each.sharding.reshard()
-        own, new = (model_state(each.model).values() for each in (self.built, self._policy))
-        mix_(own, new, alpha)
-
-
-@torch.no_grad()
-def mix_(reference: Iterable[torch.Tensor], policy: Iterable[torch.Tensor], alpha: float) -> None:
-    """Mix a policy's weights into a reference model's weights in place, for --sync-ref-model.
-
-    Args:
-        reference: tensors of the reference model, which become (1 - alpha) times themselves plus alpha times the
-            policy's tensors.
-        policy: tensors of the policy, in the same order.
-        alpha: weight of the policy.
-    """
-    for own, new in zip(reference, policy, strict=True):
-        local(own).mul_(1.0 - alpha).add_(local(new), alpha=alpha)
 
 
 def find_frozen(

@@ -124,28 +124,18 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
             f"--save-weight-patches with {asked}: weight patches need a policy whose weights are all trained; leave "
             "one of these flags out"
         )
-    if config.zero.optimizer_cpu_offload and (lora or post.sync_ref_model):
-        given = f"--lora-r {configs.lora.lora_r}" if lora else "--sync-ref-model"
-        raise ValueError(f"--optimizer-cpu-offload does not support {given}: leave one of them out")
-    if lora and post.sync_ref_model:
+    if config.zero.optimizer_cpu_offload and lora:
         raise ValueError(
-            "--sync-ref-model: with --lora-r the reference model is the frozen base, which never changes; leave "
-            "--sync-ref-model out"
+            f"--optimizer-cpu-offload does not support --lora-r {configs.lora.lora_r}: leave one of them out"
         )
-    if post.sync_ref_model and not (config.checkpoint.save_optim and config.checkpoint.load_optim):
-        raise ValueError(
-            "--sync-ref-model: --no-save-optim and --no-load-optim leave its reference out of checkpoints, from which "
-            "the run could not be resumed: drop these two flags, or --sync-ref-model"
-        )
-    if streams and (lora or post.sync_ref_model or not post.needs_reference):
+    if streams and (lora or not post.needs_reference):
         bits = f"--weight-bits {configs.weights.weight_bits}"
         given = (
             bits if configs.weights.weights_device == "device" else f"--weights-device {configs.weights.weights_device}"
         )
         raise ValueError(
             f"{given} is for the weights of a reference or reward model that is loaded beside the policy, but this run "
-            "loads none: leave the flag out (with --lora-r the reference is the base, and with --sync-ref-model the "
-            "reference is sharded like the policy)"
+            "loads none: leave the flag out (with --lora-r the reference is the base)"
         )
     if not post.draws:
         return
@@ -348,20 +338,14 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     if source.continues:  # a resumed run keeps the reference model of its first start
         names = ("ref_load", "ref_ckpt_step", "ref_checksum")
         free |= {name: earlier.flags[name] for name in names if name in earlier.flags}
-        if post.sync_ref_model != earlier.flags.get("sync_ref_model", False):
-            given = "--sync-ref-model" if post.sync_ref_model else "--no-sync-ref-model"
-            raise ValueError(
-                f"{given}: {source.folder.name} was trained with the opposite of this flag, and a resumed run must "
-                "keep its reference model: give the same flag as at the first start of the run"
-            )
         # For adapters, name the folder in which their base weights are found: the recorded one, or one of --lora-base
         if bases := source.opener.find_bases(source.folder.path, earlier):
             free |= {"ref_load": str(bases[0].parent.resolve()), "ref_ckpt_step": iteration_of(bases[0])}
     if post.ref_load is not None:
-        if post.sync_ref_model or not post.needs_reference:
-            why = "begins as the policy with --sync-ref-model" if post.sync_ref_model else "is not used by this loss"
+        if not post.needs_reference:
             raise ValueError(
-                f"--ref-load {post.ref_load}: the reference {why} (--objective {post.objective}); leave --ref-load out"
+                f"--ref-load {post.ref_load}: the loss of --objective {post.objective} uses no reference; leave "
+                "--ref-load out"
             )
         if lora.lora_r is not None:
             raise ValueError(

@@ -15,7 +15,6 @@ from megazpp.base.flags import DEFAULT
 from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
-from megazpp.checkpoint.state import StatePart
 from megazpp.data.config import Splits
 from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.data.identity import describe_samples
@@ -40,7 +39,7 @@ from megazpp.post_training.data import (
 )
 from megazpp.post_training.formatting import read_examples, read_prompts
 from megazpp.post_training.objectives import Logps, ObjectiveEvaluator, PolicyLoss, PreferenceLoss
-from megazpp.post_training.reference import FrozenModel, SyncedModel, cached_logps, load_frozen
+from megazpp.post_training.reference import FrozenModel, cached_logps, load_frozen
 from megazpp.post_training.rewards import check_arguments, digest_of_sources, load_reward_functions
 from megazpp.post_training.rollouts import PolicySampler, RewardEvaluator, RolloutLoader
 from megazpp.post_training.setup import reference_folder, train_paths
@@ -49,7 +48,6 @@ from megazpp.training.config import ModelSpec
 from megazpp.training.metrics_logger import Validation
 from megazpp.training.objective import Evaluator, LanguageModelLoss, Objective
 from megazpp.training.setup import ShardedModel, build_model, open_loader
-from megazpp.zero.config import CommPlan, ZeroConfig
 
 
 class PostTraining:
@@ -74,7 +72,6 @@ class PostTraining:
         self._opener = adapter_opener(self.config.sections)
         self._temperature = self.config.section(SampleConfig).sample_temperature if self.post.draws else 1.0
         self._adapted: AdaptedPolicy | None = None
-        self._synced: SyncedModel | None = None
         self.rollouts: RolloutLoader | None = None
         self.tokenizer = run.parsed.tokenizer or build_tokenizer(
             self.config.tokenizer, self.config.data, log=self.run.log
@@ -88,11 +85,9 @@ class PostTraining:
         """Build the objective, the frozen models that it needs, loaders and evaluators; return the trainer's parts."""
         objective = self._open_objective()
         train, valid, test = self.datasets
-        synced, adapted = self._synced, self._adapted
-        states: list[StatePart] = [part for part in (self.rollouts, synced) if part is not None]
+        rollouts = self.rollouts
         batches: Any = None
         if train is not None:
-            rollouts = self.rollouts
             batches = self._open_loader(train, ramp_up=True) if rollouts is None else contextlib.nullcontext(rollouts)
         return TrainingParts(
             tokenizer=self.tokenizer,
@@ -105,11 +100,10 @@ class PostTraining:
             has_perplexity=self.post.objective == "sft",
             whole_samples=False,
             flags=self._recorded_flags(),
-            states=states,
-            observers=() if synced is None else (synced.step,),
+            states=() if rollouts is None else (rollouts,),
             generate_flags=None if self.post.objective == "reward" else self._generate_flags,
             # `_open_model` has loaded base and adapters of a policy with adapters, so a new run loads nothing more
-            has_weights=adapted is not None,
+            has_weights=self._adapted is not None,
             evaluates_first=self.post.eval_on_start,
             samples=self._samples,
         )
@@ -125,15 +119,6 @@ class PostTraining:
         longest = max(self.form.max_length, self._start.record.flags.get("seq_length") or 0)
         checksum = {} if self._adapted is None else {"ref_checksum": self._adapted.settings.checksum}
         return {"seq_length": longest, **checksum}
-
-    def take_reference(self) -> None:
-        """Copy the policy's weights to the reference model of --sync-ref-model, if the run has this flag.
-
-        tools/post_train.py calls this after `Trainer.load`, unless the run resumes. A resumed run loads its reference
-        model from its own checkpoint.
-        """
-        if self._synced is not None:
-            self._synced.take(1.0)
 
     def save_adapter(self) -> None:
         """Save the adapters of a LoRA run in PEFT's format to the folder adapter/ of --save.
@@ -315,18 +300,6 @@ class PostTraining:
         """Build the reference model, and return the function that computes its log-probabilities."""
         if self._adapted is not None:
             return FrozenModel(self.built.model, temperature=self._temperature, is_policy=True).logps
-        if self.post.sync_ref_model:
-            # Gather the reference model's weights without ZeRO++, so that quantization of gathers does not change its
-            # log-probabilities
-            spec = dataclasses.replace(self._spec(), zero=ZeroConfig(), wire=CommPlan())
-            self._synced = SyncedModel(
-                build_model(spec, self.run.dims, self.run.device),
-                self.built,
-                alpha=self.post.ref_model_mixup_alpha,
-                every=self.post.ref_model_sync_steps,
-                temperature=self._temperature,
-            )
-            return self._synced.logps
         return self._frozen(reference_folder(self.post), self.post.ref_ckpt_step, "reference").logps
 
     def _frozen(

@@ -301,7 +301,6 @@ class TrainingParts:
         flags: values of flags, by field name, that checkpoints record in addition to the command line's values or in
             their place.
         states: groups of tensors that checkpoints store in addition to model and optimizer.
-        observers: context managers around each training step, entered before the trainer's context managers.
         generate_flags: flags of tools/generate.py that the log suggests at the end of the run, as shell words; None for
             a model that cannot generate text, as a reward model.
         has_weights: True if `built` already has the weights of the checkpoint from which the run starts.
@@ -321,7 +320,6 @@ class TrainingParts:
     whole_samples: bool = True
     flags: Mapping[str, Any] = field(default_factory=dict)
     states: Sequence[StatePart] = ()
-    observers: Sequence[Observer] = ()
     generate_flags: str | None = "--prompt 'Call me'"
     has_weights: bool = False
     evaluates_first: bool = False
@@ -495,7 +493,7 @@ class Trainer:
         if context.device.type == "cuda":  # on the CPU, the kernels are already compiled
             context.log("loading the communication kernels; Triton compiles them once per machine, which takes seconds")
             self.parts.built.sharding.compile_kernels(context.device)
-        after, observers = list[AfterStep](), [*self.parts.observers]
+        after, observers = list[AfterStep](), list[Observer]()
         scheduled = not any(attached.schedules_actions for attached in self.attached)
         if run.save is not None and scheduled:
             after.append(AfterStep(self.checkpoints.save, run.config.checkpoint.save_interval, at_end=True))

@@ -31,7 +31,6 @@ from megazpp.run.arguments import RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.training.config import ModelSpec
 from megazpp.training.setup import model_on_meta, shard_built
-from megazpp.zero.config import CommPlan, ZeroConfig
 
 
 class PostDryRun(NamedTuple):
@@ -75,14 +74,7 @@ def dry_run_models(config: RunConfig, configs: PostConfigs, cluster: Cluster, *,
         frozen = functools.partial(_frozen, dims, dims.twin("local", "frozen"), fake)
         reference, reward = None, None
         if post.needs_reference and lora.lora_r is None and not post.precompute_ref_log_probs:
-            if post.sync_ref_model:
-                exact = dataclasses.replace(spec, zero=ZeroConfig(), wire=CommPlan())
-                model = shard_built(model_on_meta(exact, dims, CPU), exact, dims).model
-                with fake:
-                    model.to_empty(device=CPU)
-            else:
-                model, _ = frozen(spec)
-            reference = FrozenModel(model).logps
+            reference = FrozenModel(frozen(spec)[0]).logps
         if post.reward_load is not None:
             reward = FrozenModel(frozen(dataclasses.replace(spec, scalar_head=True))[0])
         spec = dataclasses.replace(spec, scalar_head=post.objective in ("reward", "ppo"))

@@ -14,7 +14,6 @@ Letters: B rows, P tokens of a prompt, C tokens of a completion, V tokens in the
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 from collections import defaultdict
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> None:
     """
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    cases = [*sft(), *reward(), *dpo_cases(), *grpo_cases(), *sync()]
+    cases = [*sft(), *reward(), *dpo_cases(), *grpo_cases()]
     path = Path(argv[0] if argv else FOLDER) / f"trl_{trl.__version__}.json"
     versions = {package.__name__: package.__version__ for package in (trl, transformers, torch)}
     written = {**versions, "defaults": config_defaults(), "cases": cases}
@@ -135,16 +134,6 @@ class GivenLogits(torch.nn.Module):
 
     def forward(self, **_: object) -> None:
         raise NotImplementedError
-
-
-def sync() -> list[Values]:
-    """Record how TRL's SyncRefModelCallback mixes the weights of the policy into the reference model."""
-    callback = importlib.import_module("trl.trainer.callbacks").SyncRefModelCallback
-    policy, reference = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    before = [parameter.detach().clone() for parameter in reference.parameters()]
-    callback._sync_target_model(policy, reference, 0.6)
-    tensors = {"policy": policy.parameters(), "reference": before, "mixed": reference.parameters()}
-    return [{"kind": "sync", "alpha": 0.6, **{name: [*each] for name, each in tensors.items()}}]
 
 
 def sft() -> list[Values]:

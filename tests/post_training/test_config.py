@@ -24,7 +24,6 @@ ALLOWED = {*((name, "0") for name in ZERO_MEANS_SOMETHING.split()), ("--reward-w
 BESIDE = {
     "--reward-weights": "--reward-funcs a:b",
     "--label-smoothing": "--loss-type robust",
-    "--sync-ref-model": "--beta 0.1",
 }
 VALUES = {"--lora-target-modules": "q_proj", "--reward-funcs": "a:b", "--scale-rewards": "batch", "--reward-load": "x"}
 VALUES |= {"--advantage-estimator": "rloo", "--ref-load": "x", "--reward-weights": "1", "--loss-weights": "1"}
@@ -85,7 +84,6 @@ REFUSED = """
     --objective grpo --loss-type cispo --delta 2 | --delta 2.0 is for a loss that clips, not
     --objective grpo --loss-type cispo --epsilon 0.1 --epsilon-high 5 | --epsilon 0.1 is not
     --objective dpo --beta 0 | --beta 0.0
-    --objective dpo --beta 0.1 --sync-ref-model --precompute-ref-log-probs | --precompute-ref-log-probs
     --objective grpo --num-generations 1 | --num-generations 1
     --objective ppo --gamma 1.5 | --gamma 1.5 is not in
     --objective dpo --loss-type robust --label-smoothing 0.5 | --label-smoothing 0.5 is not in

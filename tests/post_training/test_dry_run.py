@@ -64,7 +64,6 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
     "sft, adapters, 8 bits": (configs("sft", lora_r=4, bits=8), "", 0.11),
     "sft, many adapters, untied, zeropp": (configs("sft", lora_r=16), f"{UNTIED} --zeropp", 0.0),
     "reward": (configs("reward"), "", 0.34),
-    "dpo, synced, zeropp, untied": (configs("dpo", sync_ref_model=True), f"--zeropp {UNTIED}", -0.56),
     "dpo, zeropp, untied": (configs("dpo"), f"--zeropp {UNTIED}", -0.56),
     "dpo, precomputed": (configs("dpo", precompute_ref_log_probs=True), "", 0.0),
     "dpo, adapters": (configs("dpo", lora_r=4), "", 0.11),
@@ -77,7 +76,7 @@ PLANNED: dict[str, tuple[PostConfigs, str, float]] = {
 
 
 SLOW = (
-    *("sft, adapters, 8 bits", "dpo, synced, zeropp, untied", "dpo, precomputed", "dpo, adapters, 4 bits, tp"),
+    *("sft, adapters, 8 bits", "dpo, precomputed", "dpo, adapters, 4 bits, tp"),
     "ppo",
 )
 

@@ -16,10 +16,9 @@ import torch
 from megazpp.post_training import losses as formulas
 from megazpp.post_training.config import RewardScale, TokenLoss
 from megazpp.post_training.losses import AdvantageEstimator
-from megazpp.post_training.reference import mix_
 from megazpp.post_training.rewards import total_rewards
 
-VERSIONS = {"1.16.0": {"sft": 1, "reward": 2, "dpo": 12, "grpo": 18, "rloo": 2, "sync": 1}, "1.12.0": {"ppo": 4}}
+VERSIONS = {"1.16.0": {"sft": 1, "reward": 2, "dpo": 12, "grpo": 18, "rloo": 2}, "1.12.0": {"ppo": 4}}
 FILES = {version: json.loads((Path(__file__).parent / f"trl_{version}.json").read_text()) for version in VERSIONS}
 CASES = [case for file in FILES.values() for case in file["cases"]]
 Case = dict[str, Any]
@@ -173,13 +172,6 @@ def test_losses_gradients_and_metrics_match_trl(compare):
             for name, ours in compare(case).items():
                 where, wanted = f"{name} of {case.get('settings')}", tensor(theirs[name])
                 torch.testing.assert_close(ours.double(), wanted, rtol=1e-6, atol=1e-6, msg=where)
-
-
-def test_reference_is_mixed_with_the_policy_like_in_trl():
-    (case,) = [case for case in CASES if case["kind"] == "sync"]
-    reference, policy, mixed = ([*map(tensor, case[name])] for name in ("reference", "policy", "mixed"))
-    mix_(reference, policy, case["alpha"])
-    torch.testing.assert_close(reference, mixed, rtol=1e-6, atol=1e-6)
 
 
 def completions() -> tuple[torch.Tensor, ...]:

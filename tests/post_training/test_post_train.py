@@ -348,7 +348,7 @@ def test_dpo_learns_and_a_precomputed_reference_changes_nothing(home, dpo):
     [
         nightly("twice", "--num-iterations 2"),
         nightly("lora", "--lora-r 4 --base-weight-bits 4"),
-        ("synced", "--sync-ref-model --ref-model-sync-steps 2 --zeropp --emulate-nodes 2"),
+        ("zeropp", "--zeropp --emulate-nodes 2"),
     ],
 )
 def test_grpo_run_resumed_inside_a_buffer_is_bit_identical(home, name, extra):
@@ -393,22 +393,6 @@ def test_grpo_with_states_in_host_memory_is_bit_identical(home, request, layout,
     assert [float(gigabytes) > 0 for gigabytes in logged] == [True]
 
 
-def test_synced_reference_is_mixed_after_steps_and_resumes_on_any_layout(home, dpo):
-    flags = f"{DPO} {ONE_RANK} --train-iters 4 --save-interval 3"
-    mixing = f"{flags} --sync-ref-model --ref-model-sync-steps 2 --ref-model-mixup-alpha 1"
-    synced = trained(home, "dpo-synced", mixing)
-    assert synced[:2] == dpo[:2]
-    assert dpo[2]["rewards/margins"] > 0.01
-    # after two steps the reference is replaced by the policy, so the margins are 0 again
-    assert synced[2]["rewards/margins"] == 0.0
-    name = stopped(home, "dpo-synced", 3)
-    with pytest.raises(ValueError, match="--no-sync-ref-model: --load dpo-synced-on was trained with the opposite"):
-        asked(home, f"{flags} --load {name} --save {name}")
-    (again,) = trained(home, name, f"{mixing} --nproc 2 --tensor-model-parallel-size 2", load=name)
-    assert again["rewards/margins"] == pytest.approx(synced[3]["rewards/margins"], rel=1e-3)
-    assert synced[3]["rewards/margins"] > 1e-3
-
-
 @pytest.fixture(scope="module")
 def experts(home) -> str:
     """Pretrain a model with experts on two expert-parallel ranks. Return the name of its checkpoint folder."""
@@ -425,7 +409,6 @@ def experts(home) -> str:
         nightly("sft", f"{SFT} --packing --expert-model-parallel-size 2"),
         nightly("reward", f"{DPO.replace('dpo', 'reward')} --expert-model-parallel-size 2"),
         ("dpo", f"{DPO} --expert-model-parallel-size 2"),
-        nightly("synced", f"{DPO} --expert-model-parallel-size 2 --sync-ref-model --ref-model-sync-steps 2"),
         ("lora", f"{DPO} --lora-r 3 --base-weight-bits 4"),
         nightly("grpo", f"--objective grpo {DRAWN} --num-generations 4 --beta 0.1 --steps-per-generation 2"),
         nightly("ppo", f"--objective ppo {DRAWN} --tensor-model-parallel-size 2"),
@@ -536,10 +519,6 @@ REFUSED = """
     --objective sft --weights-device disk | --weights-device disk is for the weights of a reference or
     --objective grpo --reward-funcs a:b --weight-bits 8 | --weight-bits 8 is for the weights of a
     --objective dpo --lora-r 2 --weights-device host | with --lora-r the reference is the base
-    --objective dpo --sync-ref-model --lora-r 2 | --sync-ref-model: with --lora-r the reference model is
-    --objective dpo --sync-ref-model --no-load-optim | --no-load-optim leave its reference out of
-    --objective dpo --sync-ref-model --weight-bits 8 | with --sync-ref-model the reference is
-    --objective dpo --sync-ref-model --ref-load base | --ref-load base: the reference begins as
     --objective dpo | prompts.jsonl, line 1: there is no 'chosen', only 'prompt', 'word'
     --objective sft --train-data-path a --valid-data-path b | a does not exist
     --objective sft --max-length 64 | --max-length 64 is longer than --max-position-embeddings 32

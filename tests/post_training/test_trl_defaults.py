@@ -18,7 +18,7 @@ from megazpp.run.arguments import run_configs, section_configs
 OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {
     "SFTConfig": ({"objective": "sft"}, "max_length packing"),
     "RewardConfig": ({"objective": "reward"}, "center_rewards_coefficient"),
-    "DPOConfig": ({"objective": "dpo"}, "beta loss_type ref_model_sync_steps"),
+    "DPOConfig": ({"objective": "dpo"}, "beta loss_type precompute_ref_log_probs"),
     "GRPOConfig": ({"objective": "grpo"}, "use_bias_correction_kl max_completion_length delta min_p"),
     "RLOOConfig": ({"objective": "grpo", "advantage_estimator": "rloo"}, "top_k"),
     "PPOConfig": ({"objective": "ppo"}, "lam kl_coef"),
@@ -92,13 +92,14 @@ OFF = """
     reward_clip_range normalize_advantages use_vllm max_tool_calling_iterations eos_token pad_token stop_token
     stop_token_id padding_free eval_packing bf16_full_eval fp16_full_eval use_liger_kernel data_seed
     dataloader_drop_last tf32 activation_offloading trust_remote_code model_init_kwargs load_best_model_at_end
-    ignore_data_skip generation_batch_size
+    ignore_data_skip generation_batch_size sync_ref_model
 """
 
 # TRL's flags that this project does not have, by the reason why their defaults need no counterpart
 UNMATCHED = {
     "part of a feature that is off (OFF)": """
-        f_alpha_divergence_coef discopop_tau sapo_* vespo_* entropy_coef_* entropy_target vllm_* liger_kernel_config
+        f_alpha_divergence_coef discopop_tau ref_model_* sapo_* vespo_* entropy_coef_* entropy_target vllm_*
+        liger_kernel_config
     """,
     "GPT-2's dropout is always off here, whatever the objective": "disable_dropout",
     "epochs are shuffled for every objective; SFT's sampler shuffles in TRL": "shuffle_dataset",
