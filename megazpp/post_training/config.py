@@ -76,7 +76,7 @@ class PostTrainingConfig(Config):
         center_rewards_coefficient: weight of the squared sum of both scores of a pair in the loss, which keeps the mean
             score at 0.
         precompute_ref_log_probs: compute the reference model's log-probabilities of all pairs before training, and then
-            free the reference model; --data-cache-path keeps the log-probabilities for other runs.
+            free the reference model.
         num_generations: number of completions of each prompt, on one or several ranks.
         max_completion_length: largest number of tokens of a completion.
         rollouts_at_once: number of completions that a data-parallel rank samples in one batch, whose keys and values

@@ -1,16 +1,8 @@
-"""The models that a post-training does not train: the reference model, and a trained reward model.
-
-With --precompute-ref-log-probs, the reference model's log-probabilities of all pairs of a dataset are computed once and
-cached. The cache key contains the tokens and loss masks of the pairs (and so text, chat template, tokenizer and
---max-length), the reference model's checkpoint, and the precision of the computation. A later run with the same key
-does not load the reference model. Rank 0 reads and writes the cache.
-"""
+"""The models that a post-training does not train: the reference model, and a trained reward model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +12,6 @@ from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import SCORE_PAD, SHAPE, CheckpointMetadata, shape_of
 from megazpp.checkpoint.read import LoadSource, find_weights
 from megazpp.checkpoint.safe_reader import WHOLE_WEIGHTS, WeightOpener
-from megazpp.data.cache import cache_key, check_cache_dir, load_or_save_arrays
 from megazpp.data.loader import on_device
 from megazpp.lora.layers import adapters_off
 from megazpp.model.config import GPTConfig
@@ -28,7 +19,6 @@ from megazpp.model.gpt import GPTModel
 from megazpp.packed_weights.config import WeightsConfig
 from megazpp.packed_weights.load import load_used_model
 from megazpp.packed_weights.reader import FrozenPlace
-from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.post_training.data import PreferenceDataset, make_pair_batch, row_multiple
 from megazpp.post_training.objectives import Logps, TokenHead, scores
 from megazpp.training.config import ModelSpec
@@ -128,66 +118,19 @@ def reward_config(policy: GPTConfig, record: CheckpointMetadata) -> GPTConfig:
     return GPTConfig(**own | shape_of(record.flags))
 
 
-def cached_logps(
-    dataset: PreferenceDataset,
-    open_reference: Callable[[], Logps],
-    place: FrozenPlace,
-    *,
-    reference: str,
-    folder: Path,
-    micro_batch_size: int,
-) -> torch.Tensor:
-    """Return the reference model's log-probabilities of both answers of all pairs, from the cache if it has them.
-
-    All ranks call this.
-
-    Args:
-        dataset: pairs of answers.
-        open_reference: function that loads the reference model and returns its function of log-probabilities. All ranks
-            call it if the cache has no values.
-        place: device and process groups for the frozen weights.
-        reference: description of the reference model's checkpoint and precision, for the cache key.
-        folder: folder in which the log-probabilities are cached.
-        micro_batch_size: number of pairs in one forward of a data rank.
-    Returns:
-        [pairs, 2] fp32 sums of log-probabilities over the preferred and the rejected answer, on the CPU of every rank.
-    Raises:
-        ValueError: the cache cannot be read or written; raised on every rank.
-    """
-    files, total = place.files, dataset.num_pairs
-    # The number in `kind` is a version: a change of this program that changes the computed values increases it
-    path = folder / cache_key(kind="reference log-probabilities 4", data=dataset.digest(), reference=reference)
-
-    def find() -> torch.Tensor | None:
-        """On rank 0, return the cached log-probabilities, or None if there are none. On other ranks, return None."""
-        if files.rank > 0:
-            return None
-        check_cache_dir(folder)
-        return torch.from_numpy(np.array(*load_or_save_arrays(path, list))) if path.exists() else None
-
-    known: torch.Tensor | None = files.share_object(raise_on_all_ranks(files, find))
-    place.say(
-        f"the reference's log-probabilities of {total:,} pairs: {total if known is not None else 0:,} are in {folder}"
-    )
-    if known is not None:
-        return known
-    found = _compute_logps(open_reference(), dataset, place, micro_batch_size)
-
-    def write() -> None:
-        if files.rank == 0:
-            load_or_save_arrays(path, lambda: [found.numpy()])
-
-    raise_on_all_ranks(files, write)
-    return found
-
-
 @torch.no_grad()
-def _compute_logps(
+def logps_of_pairs(
     reference: Logps, dataset: PreferenceDataset, place: FrozenPlace, micro_batch_size: int
 ) -> torch.Tensor:
     """Compute the reference model's log-probabilities of both answers of all pairs. All ranks call this.
 
     The data ranks divide the pairs, and all of them run the same number of micro-batches.
+
+    Args:
+        reference: function that computes the reference model's log-probabilities of a batch's labels.
+        dataset: pairs of answers.
+        place: device and process groups for the frozen weights.
+        micro_batch_size: number of pairs in one forward of a data rank.
 
     Returns:
         [pairs, 2] fp32 sums of log-probabilities over each answer, on the CPU of every rank.

@@ -12,19 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megazpp.base.flags import DEFAULT
-from megazpp.checkpoint.checksums import checkpoint_digest
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.read import find_weights
 from megazpp.data.config import Splits
 from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.data.identity import describe_samples
 from megazpp.data.loader import BatchLoader
-from megazpp.data.text import content_hash
 from megazpp.inference.config import SampleConfig
 from megazpp.lora.feature import adapter_opener
-from megazpp.lora.peft import tensors_file
 from megazpp.lora.policy import AdaptedPolicy, load_adapted, save_adapter
-from megazpp.packed_weights.format import at_rest
 from megazpp.packed_weights.reader import FrozenPlace, open_frozen_place
 from megazpp.parallel.agreement import check_equal_on_all_ranks
 from megazpp.post_training.chat import load_chat_template
@@ -39,7 +35,7 @@ from megazpp.post_training.data import (
 )
 from megazpp.post_training.formatting import read_examples, read_prompts
 from megazpp.post_training.objectives import Logps, ObjectiveEvaluator, PolicyLoss, PreferenceLoss
-from megazpp.post_training.reference import FrozenModel, cached_logps, load_frozen
+from megazpp.post_training.reference import FrozenModel, load_frozen, logps_of_pairs
 from megazpp.post_training.rewards import check_arguments, digest_of_sources, load_reward_functions
 from megazpp.post_training.rollouts import PolicySampler, RewardEvaluator, RolloutLoader
 from megazpp.post_training.setup import reference_folder, train_paths
@@ -203,7 +199,7 @@ class PostTraining:
         if post.objective == "sft":
             return LanguageModelLoss(dims, pads=True)
         if post.precompute_ref_log_probs:
-            self._look_up_reference()
+            self._precompute_reference()
             return PreferenceLoss(post, dims)
         reference = self._open_reference() if post.needs_reference else None
         if not post.draws:
@@ -330,31 +326,14 @@ class PostTraining:
         """The device and the process groups for frozen weights, which all frozen models share."""
         return open_frozen_place(self.run.dims, self.run.device, say=self.run.log)
 
-    def _look_up_reference(self) -> None:
-        """Set the reference model's log-probabilities in each dataset of pairs, from the cache if it has them.
-
-        The reference model is loaded only if the cache lacks values, and is freed afterwards.
-        """
-        precision, weights = self.config.precision, self.weights
-        source, _ = find_weights(reference_folder(self.post), self.post.ref_ckpt_step, opener=self._opener)
-        # The bits are a part of the cache key, because packing may round the reference model's weights
-        bits = self.lora.base_weight_bits or (
-            at_rest(weights.weight_bits, precision.param_dtype)[0] if weights.packs else "its own"
-        )
-        digest = checkpoint_digest(source.checkpoint)
-        if self.lora.lora_load is not None:
-            digest += content_hash([tensors_file(Path(self.lora.lora_load))])[0]
-        open_once = functools.cache(self._open_reference)
+    def _precompute_reference(self) -> None:
+        """Compute the reference model's log-probabilities of each dataset of pairs. Then free the reference model."""
+        reference = self._open_reference()
         for dataset in (each for each in self.datasets if each is not None):
-            dataset.ref_logps = cached_logps(
-                dataset,
-                open_once,
-                self._frozen_place,
-                reference=f"{digest} in {bits} bits, computed in {precision.param_dtype}",
-                folder=cache_dir(self.config.data) / "reference_logps",
-                micro_batch_size=self.plan.batches.micro_batch_size,
-            )
-        open_once.cache_clear()
+            self.run.log(f"computing the reference's log-probabilities of {dataset.num_pairs:,} pairs")
+            size = self.plan.batches.micro_batch_size
+            dataset.ref_logps = logps_of_pairs(reference, dataset, self._frozen_place, size)
+        del reference
         gc.collect()  # frees the reference model, whose hooks create reference cycles
 
     def _show(self, iteration: int, completions: list[dict[str, Any]]) -> None:

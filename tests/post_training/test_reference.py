@@ -1,15 +1,11 @@
 """Test frozen models.
 
-Outputs do not depend on where weights are stored, and log-probabilities of a reference are cached.
+Outputs do not depend on where weights are stored, nor on the number of ranks.
 """
 
-import contextlib
 import dataclasses
-import errno
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -124,76 +120,27 @@ def examples(seed: int) -> Examples:
     return Examples(tokens.astype(np.int32), mask.astype(np.uint8), starts, np.zeros(7, dtype=np.int64))
 
 
-def expected(seed: int = 1) -> torch.Tensor:
+def expected() -> torch.Tensor:
     """Return the expected log-probabilities of each pair: minus the sum of its labels / 16, which is exact in fp32."""
-    rows = map(examples(seed).row, range(2 * PAIRS))
+    rows = map(examples(1).row, range(2 * PAIRS))
     return -torch.tensor([float((tokens * mask).sum()) for tokens, mask in rows]).view(PAIRS, 2) / 16
 
 
-def look_up(folder: str, *, stop: int = 99, seed: int = 1, name: str = "base") -> tuple[torch.Tensor | None, int]:
-    """Look up a reference's log-probabilities of all pairs, with a cache in `folder`.
-
-    Return them (None if interrupted) and the number of reference forwards. Forward number `stop` is interrupted.
-    """
-    place, asked, found = frozen_place(dims_on_ranks(Case())), 0, None
+def computed_on_ranks() -> tuple[torch.Tensor, int]:
+    """Compute a reference's log-probabilities of all pairs. Return them, and the number of reference forwards."""
+    place, forwards = frozen_place(dims_on_ranks(Case())), list[Any]()
 
     def logps(batch: Any) -> torch.Tensor:
-        nonlocal asked
-        if asked == stop:
-            raise KeyboardInterrupt
-        asked += 1
+        forwards.append(batch)
         return -batch.labels.float() / 16
 
-    dataset = PreferenceDataset(examples(seed), num_samples=None, seed=3, max_length=LENGTH, pad=0)
-    options: dict[str, Any] = {"reference": name, "folder": Path(folder), "micro_batch_size": 2}
-    with contextlib.suppress(KeyboardInterrupt):
-        found = reference.cached_logps(dataset, lambda: logps, place, **options)
-    return found, asked
+    dataset = PreferenceDataset(examples(1), num_samples=None, seed=3, max_length=LENGTH, pad=0)
+    return reference.logps_of_pairs(logps, dataset, place, 2), len(forwards)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_reference_values_are_computed_once_even_after_a_stop(tmp_path, world):
-    """Stop the computation of a reference's log-probabilities, and repeat it. Later look-ups compute nothing.
-
-    The eleven pairs need 6 forwards on one rank and 3 on each of two ranks.
-    """
-    for found, _ in ranks(world).run(look_up, str(tmp_path), stop=2):
-        assert found is None
-    for size, count in ((world, 6 // world), (1, 0)):
-        for found, asked in ranks(size).run(look_up, str(tmp_path)):
-            assert torch.equal(found, expected())
-            assert asked == count
-
-
-def test_other_pairs_or_references_have_separate_cache_files(tmp_path):
-    for options in ({}, {"seed": 2}, {"name": "another"}):
-        ((found, asked),) = ranks(1).run(look_up, str(tmp_path), **options)
-        assert asked == 6
-        assert torch.equal(found, expected(options.get("seed", 1)))
-
-
-def test_damaged_cache_file_is_an_error_that_names_it(tmp_path):
-    ranks(1).run(look_up, str(tmp_path))
-    (path,) = tmp_path.glob("*/*.npy")
-    path.write_bytes(path.read_bytes()[:-8])
-    row = (str(tmp_path), f"--data-cache-path: {path.parent} is damaged")
-    assert ranks(2).run(not_refused, [row], look_up) == [[], []]
-
-
-def look_up_on_a_full_disk(folder: str) -> None:
-    with mock.patch.object(np, "save", side_effect=OSError(errno.ENOSPC, "No space left on device")):
-        look_up(folder)
-
-
-def test_unwritable_folder_and_full_disk_are_errors_on_all_ranks(tmp_path):
-    (tmp_path / "file").touch()
-    row = (
-        str(tmp_path / "file"),
-        f"--data-cache-path: cannot write {tmp_path}/file, because {tmp_path}/file is a file",
-    )
-    assert ranks(2).run(not_refused, [row], look_up) == [[], []]
-    full = (str(tmp_path), f"--data-cache-path: cannot write {tmp_path}")
-    assert ranks(2).run(not_refused, [full], look_up_on_a_full_disk) == [[], []]
-    ((found, asked),) = ranks(1).run(look_up, str(tmp_path))
-    assert torch.equal(found, expected())
-    assert asked == 6
+def test_reference_values_of_all_pairs_are_computed_once(world):
+    """The eleven pairs need 6 forwards on one rank and 3 on each of two ranks."""
+    for found, forwards in ranks(world).run(computed_on_ranks):
+        assert torch.equal(found, expected())
+        assert forwards == 6 // world
