@@ -29,7 +29,7 @@ from megazpp.checkpoint.checksums import INDEX, SummingWriter, write_checksums, 
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import RECORD, CheckpointFolder, kept_iterations, write_tokenizer
 from megazpp.checkpoint.metadata import CheckpointMetadata
-from megazpp.checkpoint.read import CheckpointReader, LoadSource, Resumed, Verified, verify
+from megazpp.checkpoint.read import CheckpointReader, Resumed, Verified
 from megazpp.checkpoint.state import TrainState
 from megazpp.optim.schedule import Schedule, TrainingProgress
 from megazpp.parallel.agreement import raise_on_all_ranks, ranks_that_share
@@ -240,22 +240,6 @@ class Checkpoints:
         if self._writing is not None and self._writing.done():
             self._finish_writing()
         yield
-
-    def rewind(self) -> TrainingProgress:
-        """Load the latest checkpoint of the --save folder into the training state, and return its training progress.
-
-        A run goes back in this way after a loss spike. An asynchronous save in progress is completed first.
-
-        Raises:
-            ValueError: the folder has no checkpoint, or the checkpoint is damaged.
-        """
-        assert self._folder is not None, "a rewind needs --save"
-        self._finish_writing()
-        source = LoadSource(self._folder, optimizer=self._config.save_optim, rng=self._config.save_rng)
-        verified = verify(source, self._axis, self._say)
-        if verified is None:
-            raise ValueError(f"{self._folder.name} has no checkpoint to go back to after the loss spike")
-        return self.load(verified, Schedule(**self._record.schedule)).progress
 
     def finish(self) -> None:
         """Wait for an asynchronous save in progress, stop its thread, and unlock the --save folder."""

@@ -1,7 +1,7 @@
 """DiLoCo in the training loop: when replica groups synchronize, and when they make decisions together.
 
 Between two synchronizations, the replica groups of DiLoCo do not communicate. Some decisions concern all ranks: to
-stop, to end the job because of a NaN, to reload a checkpoint. They are made after steps at which groups merge new outer
+stop, and to end the job because of a NaN. They are made after steps at which groups merge new outer
 weights into their inner weights, because the groups wait for each other there anyway. Until then, a group whose step is
 not finite skips its update. A stop signal moves the next such step forward (`EarlyStop`).
 """
@@ -90,7 +90,7 @@ class LocalSteps:
     Args:
         replica_groups: outer weights of the model, and their synchronizations.
         objective: loss of language modeling, which counts the tokens of each step.
-        guard: check of each step for a NaN, an Inf or a loss spike, which ends the job or reloads a checkpoint.
+        guard: check of each step for a NaN, an Inf or a loss spike.
         dims: mesh axes of the job.
         early: agreement on an early synchronization after a stop signal.
     """
@@ -128,17 +128,16 @@ class LocalSteps:
         last = last or self._early.is_at(iteration)
         meets = last or replica_groups.meets_at(iteration)
         # All groups wait for each other at this step. Sum over all ranks: the mean loss since the last such step, and
-        # whether a group has seen a NaN or Inf (`failed`) or requests a return to the last checkpoint (`back`).
+        # whether a group has seen a NaN or Inf.
         if meets:
             launched.check()
             world = self._dims.world
-            known = torch.tensor([*self._guard.found, 0.0], dtype=torch.float64)
-            known[-1] = float(self._losses) / self._steps
-            failed, back, losses = world.all_reduce_(known.to(self._losses.device)).tolist()
+            known = torch.tensor([self._guard.has_failed, float(self._losses) / self._steps], dtype=torch.float64)
+            failed, losses = world.all_reduce_(known.to(self._losses.device)).tolist()
             launched.record.metrics = {**launched.record.metrics, INNER_LOSS: losses / world.size}
             self._losses, self._steps = torch.zeros(()), 0
-            if self._guard.resolve(failed=failed > 0, back=back > 0):
-                return progress, True  # all groups have reloaded a checkpoint, so no synchronization is due
+            if failed:
+                self._guard.end_job()
         with self._dims.timeline.span(COMPUTE, "synchronize"):
             if last:
                 replica_groups.finish()

@@ -65,7 +65,6 @@ class Elastic(Feature):
             f"--exit-duration-in-mins {minutes} (send SIGTERM to a group to end it)": minutes,
             "--train-samples (use --train-iters)": config.batches.train_samples,
             "--rampup-batch-size": config.batches.rampup_batch_size,
-            "--loss-spike-action rewind": config.anomalies.loss_spike_action == "rewind",
             "--async-save": config.checkpoint.async_save,
             "--hsdp": config.parallel.hsdp,
             f"--num-distributed-optimizer-instances {copies}": copies > 1,

@@ -34,12 +34,6 @@ def check_flags(config: RunConfig) -> None:
             raise ValueError(f"required flags are missing: {', '.join(config.missing)}; add them")
         assert config.data.seq_length is not None
         check_model(config.model, config.parallel, config.data.seq_length)
-    with problems:
-        if config.anomalies.loss_spike_action == "rewind" and not config.checkpoint.saves:
-            raise ValueError(
-                "--loss-spike-action rewind needs --save, because it returns to the last checkpoint: add "
-                "--save, or use another --loss-spike-action"
-            )
     problems.raise_all()
 
 

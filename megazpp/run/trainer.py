@@ -360,7 +360,6 @@ class Trainer:
         scaler = LossScaler(config.loss_scale, fp16=config.precision.fp16)
         losses = LossHistory()
         self.flags = run.parsed.values() | {"zero_weight_delta": plan.weight_delta(config.zero)}
-        rewinds = config.anomalies.loss_spike_action == "rewind"  # a loss spike reloads the last checkpoint
         self.values = values = RunValues(optimizer, scaler, losses)
         self.states = training_parts(model, sharding, optimizer, dims, values, seed=config.launch.seed)
         self.guard = guard = Guard(
@@ -372,7 +371,6 @@ class Trainer:
             scaler=scaler,
             verify_interval=config.zero.zero_verify_interval,
             verify=functools.partial(verify_weights, sharding, dims),
-            rewind=(lambda: self.checkpoints.rewind().iteration) if rewinds else None,
         )
 
         # ---- attach the optional features

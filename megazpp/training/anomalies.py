@@ -1,7 +1,7 @@
 """Check every step between backward and update: bad losses, gradients or weights must not reach the optimizer.
 
     the loss or a gradient is not finite    the job ends and reports where the value came from
-    the loss jumps (--loss-spike-sigma)     the step is skipped, or the weights return to the last checkpoint
+    the loss jumps (--loss-spike-sigma)     the step is skipped
     gathered weights differ between ranks   the job ends (--zero-verify-interval, zero/verify.py)
 
 The loss and the gradient norm are already reduced over all ranks, so all ranks make the same decision. With a dynamic
@@ -106,7 +106,7 @@ class Guard:
     """The check of every step for bad losses, gradients and weights, before the optimizer may update the weights.
 
     Args:
-        config: flags that select the active checks and the reactions to loss spikes.
+        config: flags that select the active checks.
         sharding: handle of the model whose gradients and weights are checked.
         run: process groups, log and run folder.
         plan: batch sizes, from which the samples of an iteration follow.
@@ -114,12 +114,9 @@ class Guard:
         scaler: loss scale. As long as a dynamic loss scale can decrease, a gradient that is not finite is no error.
         verify_interval: number of steps between two calls of `verify`; None for no calls.
         verify: function that compares the gathered weights over ranks, and raises CorruptWeightsError if they differ.
-        rewind: function that reloads weights and moments from the last checkpoint, and returns the checkpoint's
-            iteration. All ranks call it after a loss spike. None: a spike only skips the step.
         has_replica_groups: True with DiLoCo's replica groups. Each group then decides alone whether to skip a step. To
-            end the job or to rewind, the groups wait until all of them call `resolve`.
+            end the job, the groups wait until all of them call `end_job`.
     Attributes:
-        went_back: True if `rewind` has reloaded a checkpoint since the last call of `begin_step`.
         first_sample: function that returns the index of a step's first sample, given the number of samples that all
             earlier steps have consumed. Elastic DiLoCo replaces it, because a group trains the samples that it leases.
     """
@@ -133,15 +130,10 @@ class Guard:
     scaler: LossScaler
     verify_interval: int | None = None
     verify: Callable[[], None] = lambda: None
-    rewind: Callable[[], int] | None = None
     has_replica_groups: bool = False
 
     def __post_init__(self) -> None:
         self._failure: StepReport | None = None  # this rank's report on the first step that was not finite
-        # True after a loss spike in this rank's replica group, until `resolve` reloads the last checkpoint in all
-        # groups
-        self._wants_back = False
-        self.went_back = False
         self.first_sample: Callable[[int], int] = lambda consumed_samples: consumed_samples
 
     def begin_step(self) -> None:
@@ -149,7 +141,6 @@ class Guard:
 
         Call this before the forward. Without --check-for-nan-in-loss-and-grad, nothing is checked.
         """
-        self.went_back = False
         if self.config.check_for_nan_in_loss_and_grad:
             self.sharding.watch_gradients()
 
@@ -200,40 +191,18 @@ class Guard:
             losses, scale = evidence.losses.tolist(), evidence.norm.divisor
             self._failure = StepReport(dims.data_rank, iteration, loss, norm, losses, suspects, norms, scale)
         if not self.has_replica_groups:
-            self._end_job()
+            self.end_job()
         return False
 
     @property
-    def found(self) -> tuple[bool, bool]:
-        """Two booleans about this rank's DiLoCo replica group since the last call of `resolve`.
+    def has_failed(self) -> bool:
+        """True if a loss or gradient of this rank's DiLoCo replica group was not finite."""
+        return self._failure is not None
 
-        The first is True if a loss or gradient was not finite. The second is True if a loss spike requests that all
-        groups return to the last checkpoint.
-        """
-        return self._failure is not None, self._wants_back
-
-    def resolve(self, *, failed: bool, back: bool) -> bool:
-        """End the job or reload the last checkpoint if a replica group of DiLoCo requires it.
-
-        All ranks of all groups call this with equal arguments.
-
-        Args:
-            failed: True if a group has seen a loss or gradient that is not finite.
-            back: True if a group requests a return to the last checkpoint.
-        Returns:
-            The value of `back`. After True, weights and moments come from the last checkpoint, if there is one.
-        Raises:
-            NotFiniteError: `failed` is True.
-        """
-        if failed:
-            self._end_job()
-        self._wants_back = False
-        if back:
-            self.run.log(f"the loss of a replica group has jumped{self._go_back()}")
-        return back
-
-    def _end_job(self) -> NoReturn:
+    def end_job(self) -> NoReturn:
         """End the job because of a step that is not finite: raise a NotFiniteError with the same text on all ranks.
+
+        All ranks call this. With DiLoCo, ranks of all groups call it once one of their groups has failed.
 
         Rank 0 gathers the reports of all ranks. It selects the step of the first report with a failure, describes this
         step, and writes the reports about it to the run folder. With DiLoCo, replica groups may fail in different
@@ -266,25 +235,6 @@ class Guard:
                 message += f"\nsamples, losses and norms: {file}"
         raise NotFiniteError(world.share_object(message))
 
-    def _go_back(self) -> str:
-        """Reload weights and moments from the last checkpoint after a loss spike.
-
-        Returns:
-            The end of the log line about the spike: the iteration of the checkpoint, or why there is none.
-        """
-        assert self.rewind is not None
-        # `rewind` also loads the checkpoint's older history of losses. Keep the latest losses and restore them below,
-        # so that the next loss is compared with recent losses.
-        losses = self.history.state_dict()
-        try:
-            iteration = self.rewind()
-            self.went_back = True
-            return f", and the weights return to iteration {iteration}"
-        except ValueError as error:  # no checkpoint has been saved yet: continue, and say so in the log line
-            return f" ({error})"
-        finally:
-            self.history.load_state_dict(losses)
-
     def _is_spike(self, iteration: int, loss: float) -> bool:
         """Return True if the loss of a step is a spike, log it in that case, and add the loss to the history.
 
@@ -301,15 +251,9 @@ class Guard:
         mean, deviation = statistics.fmean(before), statistics.stdev(before)
         if loss <= mean + sigma * deviation:
             return False
-        what = "the step is skipped"
-        if self.rewind is not None and self.has_replica_groups:
-            self._wants_back = True
-            what += ", and the weights of all replica groups return to the last checkpoint when they synchronize"
-        elif self.rewind is not None:
-            what += self._go_back()
         self.run.log(
             f"iteration {iteration}: the loss is {loss:.4f}, the earlier mean {mean:.4f} +- {deviation:.4f} over "
-            f"{len(before)} steps; {what}"
+            f"{len(before)} steps; the step is skipped"
         )
         return True
 

@@ -167,18 +167,10 @@ class AnomalyConfig(Config):
             --no-check-for-nan-in-loss-and-grad the step is skipped.
         loss_spike_sigma: skip the update of a step whose loss is more than this many standard deviations above the mean
             of the last 100 losses; takes effect after 20 steps.
-        loss_spike_action: reaction to a loss spike: skip only skips the update; rewind also reloads weights and moments
-            from the last checkpoint and continues with the next samples.
     """
 
     check_for_nan_in_loss_and_grad: bool = flag(True)
     loss_spike_sigma: float | None = flag(None, must_be="positive")
-    loss_spike_action: Literal["skip", "rewind"] = flag("skip")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss_spike_action == "rewind" and self.loss_spike_sigma is None:
-            raise ValueError("--loss-spike-action rewind needs --loss-spike-sigma, which defines a loss spike: add it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,10 +148,6 @@ class TrainStep:
             self.optimizer.zero_grad(set_to_none=True)
 
         # ---- adapt the loss scale, scale the error feedback, and add the metrics to the step's record
-        if self.guard is not None and self.guard.went_back:
-            # The guard has loaded a checkpoint, and with it the error feedback and the loss scale. The loaded error
-            # feedback has the loaded loss scale as a factor, and the clipping of this step does not apply to it.
-            kept, scale = 1.0, self.scaler.scale
         self.scaler.update(found_inf=step.overflow)
         self.sharding.end_step(kept * (self.scaler.scale / scale), iteration=iteration)
         step.record.metrics = {**self._objective.metrics(), **self.sharding.metrics()}

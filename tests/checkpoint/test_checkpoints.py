@@ -83,7 +83,7 @@ def go_on_and_back(case: Case, **flags: Any) -> None:
     moved = attempt.fingerprint()
     # the evaluation gathers step 4's weights from other nodes; they must not remain after going back
     attempt.evaluate(case.batch(0, 0, 2))
-    attempt.progress = attempt.checkpoints.rewind()
+    attempt.reload()
     assert attempt.progress.iteration == 2
     assert attempt.fingerprint() == at_checkpoint != moved
     assert attempt.train(4) == on
@@ -92,7 +92,7 @@ def go_on_and_back(case: Case, **flags: Any) -> None:
 
 
 @pytest.mark.parametrize(("asynchronous", "delta"), [slow(True, "none"), slow(False, "lossless")])
-def test_rewind_restores_the_newest_checkpoint_bit_for_bit(tmp_path, asynchronous, delta):
+def test_load_after_further_steps_restores_the_checkpoint_bit_for_bit(tmp_path, asynchronous, delta):
     zero, precision = ZeroConfig(zeropp=True, zero_weight_delta=delta), PrecisionConfig(bf16=True)
     case = Case(nodes=2, zero=zero, precision=precision, micro_batches=2)
     ranks(2).run(go_on_and_back, case, save=str(tmp_path), async_save=asynchronous)

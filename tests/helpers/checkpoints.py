@@ -16,7 +16,7 @@ from megazpp.checkpoint.checkpoints import Checkpoints, take_folder
 from megazpp.checkpoint.config import CheckpointConfig
 from megazpp.checkpoint.folder import CheckpointFolder
 from megazpp.checkpoint.metadata import CheckpointMetadata
-from megazpp.checkpoint.read import choose_source, verify
+from megazpp.checkpoint.read import LoadSource, choose_source, verify
 from megazpp.checkpoint.state import RunValues, TrainState, training_parts
 from megazpp.data.loader import MicroBatch
 from megazpp.diloco.state import replica_group_parts
@@ -72,6 +72,14 @@ class Attempt:
         if (verified := verify(source, self.axis, self.lines.append)) is not None:
             self.progress = self.checkpoints.load(verified, schedule()).progress
         return self.progress
+
+    def reload(self) -> None:
+        """Load the latest checkpoint of --save into the state of this start, which has moved on."""
+        self.checkpoints._finish_writing()
+        assert self.folder is not None
+        verified = verify(LoadSource(self.folder), self.axis, self.lines.append)
+        assert verified is not None
+        self.progress = self.checkpoints.load(verified, schedule()).progress
 
     def train(self, steps: int, *, saves: bool = True, evaluates: bool = False) -> list[tuple[float, float]]:
         """Train up to step `steps`, and return (loss, gradient norm) of each step that this call has trained.

@@ -65,7 +65,7 @@ REFUSED = """
 3 | --num-attention-heads 3 --kv-channels 8 --tensor-model-parallel-size 3 | --ffn-hidden-size 256 (derived, not set) is
 1 | --lr-warmup-iters 11 --seq-length 65 | --seq-length 65 is longer
 1 | --seq-length 65 --lr-warmup-iters 11 | --lr-warmup-iters 11: the warm-up
-1 | --hsdp --loss-spike-sigma 5 --loss-spike-action rewind | rewind needs --save
+1 | --zero-stage 0 --use-distributed-optimizer --optimizer-backend apex | --optimizer-backend apex
 1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be combined with --train-iters 10
 1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
 1 | --fp16 --bf16 | --fp16 and --bf16 are both set: choose one
@@ -90,7 +90,6 @@ REFUSED = """
 1 | --adam-beta2 1.0 | --adam-beta2 1.0 is not in [0, 1)
 1 | --optimizer-backend apex | --optimizer-backend apex
 1 | --no-muon-use-nesterov | --no-muon-use-nesterov needs --optimizer muon, not adam
-1 | --loss-spike-sigma 5 --loss-spike-action rewind | --loss-spike-action rewind needs --save
 1 | --timeline-step 11 | --timeline-step 11 is not reached: the run ends with iteration 10
 1 | --timeline-step 5 --exit-interval 4 | --timeline-step 5 is not reached: --exit-interval 4 ends the run
 1 | --timeline-step 5 --skip-train | --timeline-step 5 records training steps, and --skip-train takes no step

@@ -1,8 +1,8 @@
 """Test the guard, which reacts to training steps with a NaN, an infinite number or a loss spike.
 
 A loss or gradient that is NaN or infinite ends the job, or the step is skipped. A NaN on one rank ends the job on all
-ranks before the optimizer's update, and the error names the rank, the parameter and the samples. A loss spike is
-skipped or rewound.
+ranks before the optimizer's update, and the error names the rank, the parameter and the samples. A step with a loss
+spike is skipped.
 """
 
 import json
@@ -14,7 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.checkpoints import Attempt
 from helpers.context import context
 from helpers.faults import guarded, launch, poison_gradient, poison_output, state
 from helpers.ranks import ranks
@@ -136,35 +135,11 @@ def test_loss_spikes_are_detected_from_the_21st_loss_on():
         assert Watched(6.0).takes(*noisy(before), 9.0)[-1] == (before < 20)
 
 
-def test_rewind_takes_the_weights_back_and_logs_the_iteration():
-    def rewind() -> int:
-        # loading the checkpoint replaces the history of losses by the saved one
-        watched.history.load_state_dict({"losses": [5.0]})
-        return 40
-
-    watched = Watched(6.0, rewind=rewind)
-    assert watched.takes(*noisy(50), 9.0) == [True] * 50 + [False]
-    assert watched.said[0].endswith("the step is skipped, and the weights return to iteration 40")
-    # the rewind restored the losses from before the checkpoint was loaded
-    assert list(watched.history.losses) == [*noisy(50), 9.0]
-
-
-def test_rewind_without_a_checkpoint_only_skips_the_step():
-    watched = Watched(6.0, rewind=mock.Mock(side_effect=ValueError("--save x has no checkpoint to go back to")))
-    assert watched.takes(*noisy(50), 9.0) == [True] * 50 + [False]
-    assert watched.said[0].endswith("the step is skipped (--save x has no checkpoint to go back to)")
-
-
 def test_resumed_guard_restores_the_loss_history():
     first, resumed = Watched(6.0), Watched(6.0)
     assert all(first.takes(*noisy(50)))
     resumed.history.load_state_dict(first.history.state_dict())
     assert resumed.takes(5.0) == [False]
-
-
-def test_rewind_without_loss_spike_sigma_raises_an_error():
-    with pytest.raises(ValueError, match="--loss-spike-action rewind needs --loss-spike-sigma"):
-        AnomalyConfig(loss_spike_action="rewind")
 
 
 def test_weights_are_verified_at_the_interval_before_other_checks():
@@ -176,40 +151,15 @@ def test_weights_are_verified_at_the_interval_before_other_checks():
     assert verified == [3, 6, 9]
 
 
-def spike_after_a_checkpoint(folder: str) -> None:
-    """Train six steps, save a checkpoint after step 2, and check that a loss spike in step 6 restores its state."""
-    attempt = Attempt(Case(nodes=2, zero=ZEROPP), save=folder)
-    watched = Watched(6.0, rewind=lambda: attempt.checkpoints.rewind().iteration)
-    attempt.load()
-    attempt.train(2)
-    attempt.checkpoints.finish()
-    attempt.step.guard, saved = watched.guard, attempt.whole()
-    feedback = [errors.tolist() for errors in attempt.step.sharding.rank_state().values()]
-    assert any(map(any, feedback))
-    attempt.train(5, saves=False)
-    assert attempt.whole() != saved
-    watched.history.load_state_dict({"losses": [0.1, 0.2] * 20})
-    attempt.train(6, saves=False)
-    assert attempt.whole() == saved
-    assert [errors.tolist() for errors in attempt.step.sharding.rank_state().values()] == feedback
-    assert watched.said[-1].endswith("; the step is skipped, and the weights return to iteration 2")
-
-
-@pytest.mark.slow
-def test_spike_with_rewind_restores_weights_moments_and_feedback(tmp_path):
-    ranks(4).run(spike_after_a_checkpoint, str(tmp_path))
-
-
-def test_nan_in_a_replica_group_ends_the_job_when_groups_resolve():
+def test_nan_in_a_replica_group_ends_the_job_when_all_groups_end_it():
     watched = Watched(has_replica_groups=True)
     assert watched.takes(1.0) == [True]
-    assert watched.guard.found == (False, False)
-    assert not watched.guard.resolve(failed=False, back=False)
+    assert not watched.guard.has_failed
     assert watched.takes(NAN) == watched.takes(1.0, norm=INF) == [False]
-    assert watched.guard.found == (True, False)
+    assert watched.guard.has_failed
     # a loss and then a gradient of this replica group was not finite; the error names the earlier of both steps
     with pytest.raises(NotFiniteError, match="iteration 2: "):
-        watched.guard.resolve(failed=True, back=False)
+        watched.guard.end_job()
 
 
 def test_report_names_only_ranks_that_failed_in_the_reported_step():
@@ -217,24 +167,10 @@ def test_report_names_only_ranks_that_failed_in_the_reported_step():
     watched = Watched(has_replica_groups=True)
     watched.guard.run.dims.world = mock.Mock(gather_objects=lambda own: reports, share_object=lambda message: message)
     with pytest.raises(NotFiniteError) as error:
-        watched.guard.resolve(failed=True, back=False)
+        watched.guard.end_job()
     first, *others = str(error.value).splitlines()
     assert first.startswith("iteration 3: ")
     assert [line.rpartition(" ")[2] for line in others] == ["0", "2"]
-
-
-def test_spike_in_a_replica_group_rewinds_all_when_groups_resolve():
-    back = mock.Mock(return_value=7)
-    watched = Watched(4.0, has_replica_groups=True, rewind=back)
-    assert watched.takes(*(3.0, 3.1) * 15, 9.0) == [True] * 30 + [False]
-    assert (watched.guard.found, back.call_count) == ((False, True), 0)
-    assert watched.said[-1].endswith(
-        "the weights of all replica groups return to the last checkpoint when they synchronize"
-    )
-    assert watched.guard.resolve(failed=False, back=True)
-    assert (watched.guard.found, back.call_count) == ((False, False), 1)
-    assert watched.said[-1] == "the loss of a replica group has jumped, and the weights return to iteration 7"
-    assert len(watched.history.losses) == 31
 
 
 # ---- the error message of a NaN -------------------------------------------------------------------------------------

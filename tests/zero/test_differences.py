@@ -274,7 +274,7 @@ def with_a_flipped_bit(case: Case) -> None:
         return True
 
     evidence = {"begin_step": lambda: None, "evidence": lambda *others: "none"}
-    step.guard = cast(Any, SimpleNamespace(can_wait=False, went_back=False, allows=allows, **evidence))
+    step.guard = cast(Any, SimpleNamespace(can_wait=False, allows=allows, **evidence))
     sent = []
     for index in range(7):
         if index == 4:
