@@ -28,13 +28,10 @@ def check_flags(config: RunConfig) -> None:
     Raises:
         ValueError: flags are missing or contradict each other. The message names the flags and their values.
     """
-    problems = Problems()
-    with problems:
-        if config.missing:
-            raise ValueError(f"required flags are missing: {', '.join(config.missing)}; add them")
-        assert config.data.seq_length is not None
-        check_model(config.model, config.parallel, config.data.seq_length)
-    problems.raise_all()
+    if config.missing:
+        raise ValueError(f"required flags are missing: {', '.join(config.missing)}; add them")
+    assert config.data.seq_length is not None
+    check_model(config.model, config.parallel, config.data.seq_length)
 
 
 def check_paths(parsed: ParsedRun, *, needs_load: bool = False, pairs: bool = True) -> bool:

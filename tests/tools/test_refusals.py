@@ -91,10 +91,6 @@ generate --load ours --prompt-file junk | --prompt-file junk is not text in UTF-
 generate --load ours --prompt-file nowhere --prompt x | --sample-prompt and --prompt-file exclude each other
 generate --load ours --sample-tokens 0 | --sample-tokens 0 generates nothing
 generate --load ours --prompts-at-once 0 | --prompts-at-once 0 is not positive
-plan | plan.py requires --cluster-file and --vocab-size
-plan --cluster-file x.yaml --micro-batch-size none | --micro-batch-size is required
-plan --cluster-file x.yaml --micro-batches -1 | --micro-batches -1 is not positive
-plan --cluster-file x.yaml --nodes 4 0 | --nodes 4 0 is not positive
 show_topology | --cluster-file FILE, or --nodes N
 show_topology --nodes 2 | no cluster is given
 show_topology --nodes 0 --ranks-per-node 2 | --nodes 0 is not positive

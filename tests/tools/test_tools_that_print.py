@@ -1,11 +1,10 @@
-"""Test the tools that only print: env.py, show_topology.py and plan.py."""
+"""Test the tools that only print: env.py and show_topology.py."""
 
 import re
 from pathlib import Path
 from unittest.mock import Mock
 
 import env as env_report
-import plan
 import show_topology
 from env import collect
 
@@ -91,30 +90,3 @@ def test_topology_is_shown_from_a_cluster_file_or_flags(run_main):
         assert re.search(pattern, out, re.M), (flags, out)
     _, _, err = run_main(show_topology.main, *PAIRS.split(), "--DDP-impl", "local")
     assert err.startswith("note: command line: --DDP-impl is ignored: ")
-
-
-CLUSTER = """
-nodes: 1
-ranks_per_node: 2
-links: {domain: {gigabytes_per_second: 100, source: none}, network: {gigabits_per_second: 80, source: none}}
-device: {name: a GPU, teraflops: 10, gigabytes: %s, gigabytes_per_second: 100, source: none}
-"""
-PLANNED = "@configs/gpt_tiny.args --num-layers 2 --seq-length 16 --micro-batch-size 4 --bf16 --vocab-size 512"
-PLANNED += " --nodes 1 2 64 --cluster-file cluster.yaml"
-
-
-def test_plan_scales_work_with_gpus_and_brackets_entries_that_do_not_fit(run_main):
-    def rows(gigabytes: float) -> list[dict[str, str]]:
-        Path("cluster.yaml").write_text(CLUSTER % gigabytes)
-        _, out, _ = run_main(plan.main, *PLANNED.split())
-        head, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
-        return [dict(zip(head, line, strict=True)) for line in lines]
-
-    one, two, many = rows(1.0)
-    assert [row["GPUs"] for row in (one, two, many)] == ["2", "4", "128"]
-    # on one node there is no estimate of HSDP, which keeps a copy of the weights on each of several nodes
-    assert one["HSDP"] == "-"
-    # more GPUs make a ring of ZeRO-3 slower only by its latency
-    assert float(two["ZeRO-3"]) > float(many["ZeRO-3"]) > 0
-    assert float(many["--zeropp"]) > float(many["ZeRO-3"])
-    assert all(row["ZeRO-3"].startswith("(") for row in rows(0.001))
