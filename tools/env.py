@@ -1,4 +1,4 @@
-"""Print the environment for an issue report: versions, devices, links, back ends and missing packages.
+"""Print the environment for an issue report: versions, devices, links, back ends and packages.
 
     python tools/env.py
 
@@ -37,35 +37,31 @@ from megazpp.topology.hosts import cluster_from_hosts
 
 Section = dict[str, str]
 
-REQUIRED = ("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML")
-CUDA_ONLY = {
-    "triton": "needed for --zeropp on these GPUs",
+PACKAGES = {  # packages that this project uses, and for what
+    **dict.fromkeys(("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML"), "needed"),
+    "triton": "needed for --zeropp on GPUs",
     "nvidia-ml-py": "detects NVLink connections; without it each node counts as one fast domain",
     "torchao": "--fp8-format",
-}
-OPTIONAL = CUDA_ONLY | {
     "transformers": "Hugging Face tokenizers and chat templates",
     "safetensors": "tools/convert_checkpoint.py",
     "pyarrow": "Parquet files",
-    "backports.zstd": ".zst files",
+    "backports.zstd": ".zst files, with Python before 3.14",
     "tensorboard": "--tensorboard-dir",
 }
-TORCH_RANGE = ((2, 11), (2, 16))  # the same range as in pyproject.toml
 
 VARIABLES = re.compile(
     "(OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD|JSM_NAMESPACE|FLUX_JOB|FLUX_TASK|PALS|MPI)_.*|PMIX_RANK|PMIX_NAMESPACE|"
     "(NCCL|GLOO|CUDA|NVIDIA|TRITON|TORCH|PYTORCH|OMP|MKL|SLURM|TORCHELASTIC|MEGAZPP|WANDB)_.*"
     "|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|CC|LD_PRELOAD|XDG_CACHE_HOME|TMPDIR"
 )
-EMPTY = {"environment": "no variable is set that affects a run", "missing": "no package or tool is missing"}
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 
 
 def collect() -> dict[str, Section]:
     """Return the report about this host: its sections by title, each a dict of texts by name."""
-    parts = {"versions": versions, "devices": devices, "back ends": back_ends}
+    parts = {"versions": versions, "devices": devices, "back ends": back_ends, "environment": environment}
     report = dict[str, Section]()
-    for name, part in (parts | {"environment": environment, "missing": missing}).items():
+    for name, part in parts.items():
         try:
             report[name] = part()
         except Exception as error:  # the report is most useful on a broken machine, so it must always be complete
@@ -80,7 +76,8 @@ def main(argv: list[str]) -> None:
     if launched_rank() != 0:
         return
     for title, section in collect().items():
-        print("\n".join([title, *(f"  {row}" for row in aligned([*section.items()] or [(EMPTY[title],)])), ""]))
+        rows = aligned([*section.items()] or [("no variable is set that affects a run",)])
+        print("\n".join([title, *(f"  {row}" for row in rows), ""]))
 
 
 def versions() -> Section:
@@ -98,7 +95,8 @@ def versions() -> Section:
     }
     found = {"megazpp": f"{megazpp.__version__} in {Path(megazpp.__file__).parent}"}
     found |= {name.replace("_", " "): value for name, value in kept.items()}
-    found |= {name: _version(name) or "not installed" for name in (*REQUIRED, *OPTIONAL)}
+    for name, use in PACKAGES.items():
+        found[name] = _version(name) or f"not installed ({use}: pip install {name})"
     try:
         check_apex("cuda")
         found["apex"] = "NVIDIA's, with FusedAdam"
@@ -111,6 +109,8 @@ def devices() -> Section:
     """Return the CPU's usable cores and memory, and each GPU with the NVLinks that a rank on it would detect."""
     gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found = {"CPU": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {gibibytes:.1f} GiB"}
+    if not torch.cuda.is_available() and Path("/dev/nvidiactl").exists():
+        found["CUDA"] = "torch cannot use the GPU: install a build for its driver, see pytorch.org/get-started"
     places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] or [torch.device("cpu")]
     infos = [describe_host(index, device, uses_gpu=device.type == "cuda") for index, device in enumerate(places)]
     for index, info in enumerate(infos):
@@ -137,7 +137,9 @@ def back_ends() -> Section:
     found = {"device": f"{device}, collectives by {'nccl' if device == 'cuda' else 'gloo'}"}
     found |= {piece: f"{implementation} ({why})" for piece, implementation, why in rows}
     library = native.library()
-    found["C library"] = f"no: {library.missing}" if library.missing else f"compiled by {library.compiler}"
+    found["C library"] = (
+        f"no: {library.missing} (apt install gcc)" if library.missing else f"compiled by {library.compiler}"
+    )
     found["cache"] = str(cache_folder())
     return found
 
@@ -146,26 +148,6 @@ def environment() -> Section:
     """Return the environment variables that affect a run, without the values of possible secrets."""
     names = sorted(name for name in os.environ if VARIABLES.fullmatch(name))
     return {name: "(set, not shown)" if SECRET.search(name) else os.environ[name] for name in names}
-
-
-def missing() -> Section:
-    """Return the missing packages and tools, each with its purpose and the command that installs it."""
-    found, cuda = {}, device_type() == "cuda"
-    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
-    if not TORCH_RANGE[0] <= version < TORCH_RANGE[1]:
-        low, high = (".".join(map(str, end)) for end in TORCH_RANGE)
-        found[f"torch >={low},<{high}"] = f"{torch.__version__} is installed: pip install 'torch>={low},<{high}'"
-    if not cuda and Path("/dev/nvidiactl").exists():
-        found["CUDA"] = "torch cannot use the GPU: install a build for its driver, see pytorch.org/get-started"
-    unneeded = set() if cuda else set(CUDA_ONLY)
-    if sys.version_info >= (3, 14):  # Python's standard library has compression.zstd since this version
-        unneeded.add("backports.zstd")
-    for name, use in (dict.fromkeys(REQUIRED, "needed") | OPTIONAL).items():
-        if name not in unneeded and _version(name) is None:
-            found[name] = f"{use}: pip install {name}"
-    if native.library().missing:
-        found["C compiler"] = "needed for fast block quantization on the CPU: apt install gcc, or conda install gcc"
-    return found
 
 
 def _version(name: str) -> str | None:
