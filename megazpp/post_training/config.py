@@ -103,8 +103,6 @@ class PostTrainingConfig(Config):
         num_mini_batches: optimizer steps of one pass, each with --global-batch-size completions.
         missing_eos_penalty: amount subtracted from the reward of completions that reached the token limit.
         whiten_rewards: scale the rewards of tokens to variance 1 over a generation.
-        update_expert_bias: update the routing biases of experts by --moe-router-bias-update-rate in each step, as
-            pretraining does; by default these biases are constant, as in transformers.
         eval_on_start: also evaluate held-out data before the first step.
         log_completions: prompts of a generation whose completions go to the log and to completions.jsonl; 0 for none.
     """
@@ -143,7 +141,6 @@ class PostTrainingConfig(Config):
     num_mini_batches: int = flag(1, needs=PPO, must_be="positive")
     missing_eos_penalty: float | None = flag(None, needs=PPO, must_be="not negative")
     whiten_rewards: bool = flag(False, needs=PPO)
-    update_expert_bias: bool = flag(False)
     eval_on_start: bool = flag(False)
     log_completions: int = flag(2, needs=DRAWN, must_be="not negative")
 

@@ -102,15 +102,10 @@ def check_post_training(config: RunConfig, configs: PostConfigs, plan: BatchPlan
             f"--expert-model-parallel-size {ep} with --objective {post.objective}: data ranks end their completions at "
             "different times, but experts on other ranks need all of them; use --expert-model-parallel-size 1"
         )
-    if post.update_expert_bias and not config.model.moe_router_enable_expert_bias:
+    if (rate := config.model.moe_router_bias_update_rate) and configs.lora.lora_r is not None:
         raise ValueError(
-            "--update-expert-bias: this model has no routing biases, because it was trained without "
-            "--moe-router-enable-expert-bias; leave the flag out"
-        )
-    if post.update_expert_bias and configs.lora.lora_r is not None:
-        raise ValueError(
-            f"--update-expert-bias: --lora-r {configs.lora.lora_r} freezes the model with its routing biases; leave "
-            "one of these flags out"
+            f"--moe-router-bias-update-rate {rate}: --lora-r {configs.lora.lora_r} freezes the model with its routing "
+            "biases; leave one of these flags out"
         )
     if config.data.mock_data or config.data.text_path:
         raise ValueError("--text-path and --mock-data are for pretraining: give JSON lines or Parquet by --data-path")
@@ -363,13 +358,8 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
                 f"{spelling(config.model, name)} {value}: post-training does not use dropout; leave it out"
             )
     values |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "seq_length": form.max_length}
-    if not post.update_expert_bias:
-        if parsed.origins.get("moe_router_bias_update_rate") == COMMAND_LINE:
-            rate = f"--moe-router-bias-update-rate {config.model.moe_router_bias_update_rate}"
-            raise ValueError(
-                f"{rate} needs --update-expert-bias, without which post-training does not change the experts' routing "
-                "biases: add --update-expert-bias, or leave the rate out"
-            )
+    # The routing biases of experts stay constant, as in transformers, unless the command line gives the rate
+    if parsed.origins.get("moe_router_bias_update_rate") != COMMAND_LINE:
         values["moe_router_bias_update_rate"] = 0.0
 
     def filled(part: Any) -> Any:

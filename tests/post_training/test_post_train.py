@@ -431,7 +431,7 @@ def biases(folder: Path) -> list[torch.Tensor]:
 def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
     """Fine-tune a model with biases of experts, as in GLM.
 
-    SFT keeps the biases unless --update-expert-bias is on, and adapters beside them can be merged and exported.
+    SFT keeps the biases unless --moe-router-bias-update-rate is given. Adapters beside them can be merged and exported.
     """
     style = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --num-experts 4"
     router = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
@@ -440,7 +440,7 @@ def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
     tool(home, "../pretrain_gpt", f"{pretrained} {style} {router} {shared}")
     before = biases(home / "biased")
     assert all(bias.any() for bias in before)
-    for name, flags, moves in (("biases-kept", "", False), ("biases-moved", "--update-expert-bias", True)):
+    for name, flags, moves in (("biases-kept", "", False), ("biases-moved", "--moe-router-bias-update-rate 0.1", True)):
         post_train(home, name, f"{SFT} {ONE_RANK} --train-iters 2 {flags}", load="biased")
         assert all(torch.equal(*pair) != moves for pair in zip(biases(home / name), before, strict=True)), name
     # Generate and convert from a LoRA run whose base has routers with expert biases.
@@ -483,7 +483,7 @@ def test_flags_that_experts_do_not_support_are_rejected(home, experts):
         --objective grpo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective grpo: data
         --objective ppo --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --objective ppo: data
         --objective sft --lora-r 2 --expert-model-parallel-size 2 | --expert-model-parallel-size 2 with --lora-r 2
-        --objective sft --update-expert-bias | --update-expert-bias: this model has no routing biases
+        --objective sft --moe-router-bias-update-rate 0.1 | --moe-router-bias-update-rate 0.1 needs --moe-router-enable
         --objective sft --lora-r 2 --lora-target-modules all-linear | all-linear with --num-experts 4: only attention
     """
     fixed = f"--load {experts} --data-path prompts.jsonl --micro-batch-size 8 --train-iters 1 --nproc 2"
