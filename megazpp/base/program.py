@@ -24,7 +24,6 @@ import io
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -177,37 +176,6 @@ def _leave_on_ctrl_c(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(EXIT_INTERRUPTED)
 
 
-@contextlib.contextmanager
-def leaving_on_ctrl_c() -> Iterator[None]:
-    """Make Ctrl-C end the process at once with one line, while the block runs C++ code for seconds or minutes.
-
-    Python's own handler would run only after the C++ code returns. A thread therefore waits for the signal, so the C++
-    code must release Python's interpreter lock. SIGTERM and SIGHUP end the process at once too, if Python handles them.
-    Outside of the main thread, which alone receives signals, nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-
-    def wait() -> None:
-        while number := os.read(reads, 1):  # signal.set_wakeup_fd writes the numbers of arriving signals
-            if number[0] == signal.SIGINT:
-                _leave_on_ctrl_c(number[0], None)
-            if number[0] in (signal.SIGTERM, signal.SIGHUP):
-                os._exit(128 + number[0])
-        os.close(reads)
-
-    threading.Thread(target=wait, daemon=True).start()
-    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(writes)  # ends the thread
-
-
 def announce(module: str) -> None:
     """Print on a terminal that the program starts, because the following import of torch takes seconds.
 
@@ -284,10 +252,13 @@ def ignored(number: int) -> bool:
 
 
 @contextlib.contextmanager
-def handling(signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handling(
+    signals: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None] | signal.Handlers
+) -> Iterator[None]:
     """Let `handler` handle the signals during the block. At its end the previous handlers are restored.
 
-    SIGHUP stays ignored in a program that nohup has started.
+    With `signal.SIG_DFL` a signal ends the process at once, also in C++ code that runs for minutes. Python's own
+    handlers would run only after this code. SIGHUP stays ignored in a program that nohup has started.
     """
     before = {signum: signal.signal(signum, handler) for signum in signals if not ignored(signum)}
     try:

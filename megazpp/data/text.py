@@ -12,6 +12,7 @@ import hashlib
 import io
 import itertools
 import re
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import sentencepiece
 
 from megazpp.base.files import write_synced
-from megazpp.base.program import Problems, leaving_on_ctrl_c
+from megazpp.base.program import Problems, handling
 from megazpp.data.cache import build_once, cache_key, errors_of_damage
 from megazpp.data.documents import BadLine, check_readable, kind_of, missing_file, read_texts
 from megazpp.data.indexed_builder import IndexedDatasetBuilder, optimal_dtype
@@ -199,7 +200,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int, **options: An
 
     # ---- train the SentencePiece model
     try:
-        with leaving_on_ctrl_c():
+        with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL):
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=lines(),
                 model_writer=model,
