@@ -111,7 +111,7 @@ def test_records_of_a_run_make_a_report(main_job):
     assert (run.state, run.notes) == ("finished", [])
     assert [row["iteration"] for row in run.validations] == [4, 6]
     assert run.validations[1]["lm_loss"] == main_job.summary["validation_loss"]
-    assert run.layout.describe() in main_job.output
+    assert run.topology.partition("\n")[0] in main_job.output
     page = report_html([run], datetime.datetime(2026, 1, 2))
     for chart in ("lm_loss", "validation", "tokens_per_second", "grad_norm", "peak_memory_bytes"):
         assert f'"{chart}":[[[' in page

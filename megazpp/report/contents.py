@@ -345,7 +345,7 @@ def _came_out(run: Run) -> dict[str, str]:
         "skipped steps": _decimal(sum(_numbers(rows, "skipped")) or None, 0),
         "non-finite losses": _decimal(not_finite or None, 0),
         "restarts from an earlier step": _decimal(went_back or None, 0),
-        "layout": run.layout.describe() if run.layout else NOTHING,
+        "layout": run.topology.partition("\n")[0] or NOTHING,
         "notes": "; ".join(run.notes) or NOTHING,
     }
 

@@ -31,7 +31,6 @@ from megazpp.report.contents import (
 )
 from megazpp.report.groups import Row, groups_line, groups_table, strips
 from megazpp.report.runs import Run
-from megazpp.topology.show import topology_text
 
 MARK = "<!doctype html><!-- MegaZ++ report -->"  # first line of a report, by which `write_report` detects an older one
 # A curve has POINTS_OF_PAGE / number of runs points, but at least FEWEST_POINTS and at most MOST_POINTS.
@@ -74,9 +73,9 @@ def report_html(runs: Sequence[Run], now: datetime.datetime, rounds: Sequence[Ro
             experts.append(f"<h3>{name}</h3>{_table(table)}")
         if len(table := completions_table(run)) > 1:
             completions.append(f"<h3>{name}</h3>{_table(table, style='texts')}")
-    for layout in dict.fromkeys(run.layout for run in runs if run.layout is not None):
-        where = " ".join(name for name, run in named if run.layout == layout)
-        topology.append(f'<h3>{where}</h3><pre class="scroll">{escape(topology_text(layout))}</pre>')
+    for text in dict.fromkeys(run.topology for run in runs if run.topology):
+        where = " ".join(name for name, run in named if run.topology == text)
+        topology.append(f'<h3>{where}</h3><pre class="scroll">{escape(text)}</pre>')
     same_loss = [_table(table, names)] if len(runs) > 1 and len(table := same_loss_table(runs)) > 1 else []
     if len(runs) > 1:
         flags = [_table(table, names) if len(table := flag_differences(runs)) > 1 else "<p>None.</p>"]

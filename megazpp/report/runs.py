@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazpp.topology.layout import Layout
-from megazpp.topology.plan import layout_from_record
-
 Row = dict[str, Any]
 
 
@@ -30,7 +27,7 @@ class Run:
     validations: Sequence[Row]  # rows of validation.jsonl
     completions: Sequence[Row]  # rows of completions.jsonl, which post-training writes
     summary: Mapping[str, Any]  # contents of summary.json; {} if no attempt of the run has finished
-    layout: Layout | None  # placement of the ranks; None if topology.json is missing or damaged
+    topology: str  # layout and placement of the ranks; "" without topology.txt
     notes: Sequence[str]  # messages about damaged files, and about files that tell why the run ended
 
     @property
@@ -92,11 +89,7 @@ def read_run(folder: Path, name: str) -> Run:
     rows, validations = (_rows(folder / f"{file}.jsonl", notes) for file in ("metrics", "validation"))
     endings = sorted(path.name for pattern in ("hang-*.txt", "not-finite-*.json") for path in folder.glob(pattern))
     notes += [f"{ending} tells why the run ended once" for ending in endings]
-    topology, layout = _object(folder / "topology.json", notes), None
-    try:
-        layout = layout_from_record(topology) if topology else None
-    except ValueError as error:
-        notes.append(f"topology.json was ignored: {error}")
+    topology = folder / "topology.txt"
     return Run(
         name=name,
         flags=_object(folder / "args.json", notes),
@@ -104,7 +97,7 @@ def read_run(folder: Path, name: str) -> Run:
         validations=validations,
         completions=_rows(folder / "completions.jsonl", notes),
         summary=_object(folder / "summary.json", notes),
-        layout=layout,
+        topology=topology.read_text(encoding="utf-8", errors="replace") if topology.is_file() else "",
         notes=notes,
     )
 

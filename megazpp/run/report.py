@@ -26,7 +26,7 @@ from megazpp.optim.schedule import TrainingProgress
 from megazpp.run.arguments import ParsedRun
 from megazpp.run.checks import RunPlan, wire_backends
 from megazpp.run.start import RUN_DIR, default_run_dir
-from megazpp.topology.plan import layout_record
+from megazpp.topology.show import topology_text
 from megazpp.training.context import FLAGS, RunContext, RunFolder
 from megazpp.training.metrics_logger import Tracker
 from megazpp.training.sinks import open_sinks, run_tags
@@ -120,7 +120,7 @@ def open_tracker(parsed: ParsedRun, plan: RunPlan, continued: Records | None, *,
             folder.forget_wandb_run_id()
         folder.write_json(FLAGS, flags, indent=2)
         folder.write("args.txt", parsed.report())
-        folder.write_json("topology.json", layout_record(plan.layout))
+        folder.write("topology.txt", f"{topology_text(plan.layout)}\n")
     zero = parsed.config.zero
     tags = run_tags(plan.layout, zero_stage=zero.stage, zeropp=zero.zeropp)
     return Tracker(folder, open_sinks(tracking, folder, flags, tags, first=first))

@@ -1,15 +1,9 @@
-"""Make a `Layout`: from parallel degrees, or from the topology.json of a run folder."""
+"""Make a `Layout` from parallel degrees."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from megazpp.base.flags import wrong_types
 from megazpp.topology.cluster import Cluster, nested_sizes
-from megazpp.topology.layout import COORDINATES, Layout, local_domains
-
-CLUSTER_SIZES = ("num_nodes", "ranks_per_node", "domain_size")
+from megazpp.topology.layout import Layout, local_domains
 
 
 def plan_layout(
@@ -91,42 +85,6 @@ def plan_layout(
         cp=cp,
         ep=ep,
     )
-
-
-def layout_record(layout: Layout) -> dict[str, Any]:
-    """Return a layout as JSON values for topology.json: sizes of cluster and axes, and the order of the ranks.
-
-    Bandwidths and latencies of links, and the speed of devices, are left out.
-    """
-    cluster = {name: getattr(layout.cluster, name) for name in (*CLUSTER_SIZES, "order")}
-    names = (*layout.coordinates, *(axis for axis in ("cp", "ep") if getattr(layout, axis) > 1))
-    return cluster | {name: getattr(layout, name) for name in names}
-
-
-def layout_from_record(record: Mapping[str, Any]) -> Layout:
-    """Return the layout that `layout_record` has converted to JSON values, as read from topology.json.
-
-    Raises:
-        ValueError: a field is missing or not an integer, or the sizes contradict each other.
-    """
-    of_cluster: dict[str, Any] = {name: record.get(name) for name in (*CLUSTER_SIZES, "order")}
-    of_layout: dict[str, Any] = {name: record.get(name) for name in COORDINATES}
-    of_layout |= {name: record.get(name, 1) for name in ("cp", "ep", "replica_group")}
-    if wrong_types(Cluster, of_cluster) or wrong_types(Layout, of_layout):
-        raise ValueError(
-            f"{dict(record)} does not describe a layout: an axis or a size is missing, or is no integer; use a "
-            "topology.json that a run has written"
-        )
-    order = of_cluster["order"]
-    cluster = Cluster(**of_cluster | {"order": order and tuple(order)})
-    layout = Layout(cluster=cluster, **of_layout)
-    if min(of_layout.values()) < 1 or layout.data * layout.cp * layout.tp != cluster.world_size:
-        sizes = " x ".join(map(str, of_layout.values()))
-        raise ValueError(
-            f"a layout with axes of {sizes} ranks does not fit a cluster of {cluster.world_size} ranks; use a "
-            "topology.json that a run has written"
-        )
-    return layout
 
 
 def numbers(values: list[int]) -> str:

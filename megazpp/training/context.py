@@ -7,7 +7,7 @@ The run folder holds the records of a run, including its restarts. Rank 0 writes
 
     args.json        every flag's value                        summary.json   results of the run
     args.txt         the same as a flag file                   metrics.jsonl  one object per log line
-    topology.json    the cluster and the mesh axes on it       validation.jsonl  one object per validation
+    topology.txt     the placement of ranks, and mesh axes     validation.jsonl  one object per validation
     timeline.json    spans of all ranks in one step (--timeline-step)
     cluster.yaml     the cluster with its measured links (--measure-links)
     hang-<time>.txt, not-finite-<iteration>.json: reason that ended a run

@@ -17,8 +17,6 @@ from helpers.run_folders import make_run, row
 
 from megazpp.report.page import report_html, write_report
 from megazpp.report.runs import read_runs
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.plan import layout_record, plan_layout
 
 NOW = datetime.datetime(2026, 1, 2, 3, 4)
 BAD = "</script><img src=x onerror=alert(1)>&\"'"
@@ -61,8 +59,8 @@ def folders(tmp_path) -> list[Path]:
         validation=[{"iteration": 20, "lm_loss": 4.0}],
         args={"lr": BAD},
         summary={"iteration": 39, "iterations": BAD, "traffic": traffic, "unigram_entropy": 6.5},
-        topology=layout_record(plan_layout(Cluster(num_nodes=2, ranks_per_node=2), tp=1, replicas=1)),
     )
+    (whole / "topology.txt").write_text(f"2 nodes\n{BAD}\n")
     crashed = make_run(
         tmp_path / BAD.replace("/", ""), [row(2), row(4, lm_loss=math.nan), row(2)], tail='{"it', args={"lr": 1}
     )

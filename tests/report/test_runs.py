@@ -7,22 +7,19 @@ from helpers.refusals import not_refused
 from helpers.run_folders import make_run, row
 
 from megazpp.report.runs import read_runs
-from megazpp.topology.cluster import Cluster
-from megazpp.topology.plan import layout_record, plan_layout
 
 
 def test_all_records_of_a_run_are_read(tmp_path):
-    layout = plan_layout(Cluster(num_nodes=2, ranks_per_node=4), tp=2, replicas=1)
     folder = make_run(
         tmp_path / "run",
         [row(2), row(4)],
         validation=[{"iteration": 4, "lm_loss": 6.0}],
         args={"lr": 1.0},
         summary={"iteration": 4},
-        topology=layout_record(layout),
     )
+    (folder / "topology.txt").write_text("2 nodes\n")
     (run,) = read_runs([folder])
-    assert (run.name, run.flags, run.layout, run.notes) == ("run", {"lr": 1.0}, layout, [])
+    assert (run.name, run.flags, run.topology, run.notes) == ("run", {"lr": 1.0}, "2 nodes\n", [])
     assert [row["iteration"] for row in run.rows] == [2, 4]
     assert [row["lm_loss"] for row in run.validations] == [6.0]
 
@@ -44,15 +41,15 @@ def test_run_state_follows_from_summary_and_last_line(iterations, files, state, 
 
 
 def test_damaged_files_are_left_out_with_a_note(tmp_path):
-    folder = make_run(tmp_path / "run", [row(2)], tail='{"iteration": 4, "lm_l', summary={}, topology={"tp": "?"})
+    folder = make_run(tmp_path / "run", [row(2)], tail='{"iteration": 4, "lm_l', summary={})
     (folder / "summary.json").write_text('{"iteration"')
     (folder / "args.json").write_bytes(b"\xff\xfe\x00")
     (folder / "not-finite-2.json").touch()
     (run,) = read_runs([folder])
-    assert ([row["iteration"] for row in run.rows], run.flags, run.summary, run.layout) == ([2], {}, {}, None)
+    assert ([row["iteration"] for row in run.rows], run.flags, run.summary, run.topology) == ([2], {}, {}, "")
     assert run.notes[0].startswith("metrics.jsonl: 1 line(s) are cut or damaged")
     noted = [note.split()[0] for note in run.notes[1:]]
-    assert noted == ["not-finite-2.json", "topology.json", "args.json", "summary.json"]
+    assert noted == ["not-finite-2.json", "args.json", "summary.json"]
     (tmp_path / "null").mkdir()
     (tmp_path / "null" / "metrics.jsonl").write_text('{"iteration": 2, "lm_loss": null}\n{"iteration": 4}\n')
     first, second = read_runs([tmp_path / "null"])[0].rows
