@@ -233,11 +233,11 @@ class StepSimulator:
         return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
 
     def learn_order(self) -> None:
-        """Simulate a step with a forward but no backward, so that the schedules of gathers learn the units' order."""
-        if any(isinstance(unit.gather, TwoHopGather) for unit in self.units):
-            self.run_forward()
-            for unit in self.units:
-                unit.gathered, unit.is_sharded = False, True
+        """Simulate a gather of each unit and an optimizer step, so that the schedules learn the units' order."""
+        gathers = [unit for unit in self.units if isinstance(unit.gather, TwoHopGather)]
+        for unit in gathers:
+            unit.gather(unit.whole, unit.shard, unit.axis.group)  # type: ignore[arg-type, misc]
+        if gathers:
             self._optimizer()
 
     def run_forward(self) -> None:

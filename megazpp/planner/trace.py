@@ -16,14 +16,13 @@ import math
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import Variable
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -304,7 +303,8 @@ def record_segments(
 
     # ---- run forward and backward under the recording modes
     recorder.watch(model)
-    with recorder, attention, FusedNorm(recorder):
+    norm = functools.partial(fused_norm, recorder=recorder)
+    with recorder, replaced(rms_norm=norm, scaled_dot_product_attention=attention):
         trained = any(parameter.requires_grad for parameter in model.parameters())
         with torch.set_grad_enabled(trained):
             loss = model(tokens, document_starts=starts, head=head)
@@ -547,12 +547,26 @@ def _described(value: Any) -> Any:
     return type(value), value
 
 
-class FusedAttention(TorchFunctionMode):
-    """Function mode that replaces attention in a trace by a fused kernel's operations and memory.
+@contextmanager
+def replaced(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of torch.nn.functional inside the context, by name.
+
+    A `TorchFunctionMode` would run Python code in every function of torch, which doubles the time of a trace.
+    """
+    before = {name: getattr(F, name) for name in functions}
+    vars(F).update(functions)
+    try:
+        yield
+    finally:
+        vars(F).update(before)
+
+
+class FusedAttention:
+    """Replacement for attention in a trace: a fused kernel's operations and memory.
 
     A fused kernel does not keep the S x S scores of a sample of S tokens. If it has a mask, it keeps the mask for
-    backward, in the dtype of the queries. Without this mode the trace would have an unfused kernel, because torch does
-    not choose fused kernels for meta tensors.
+    backward, in the dtype of the queries. Without this replacement the trace would have an unfused kernel, because
+    torch does not choose fused kernels for meta tensors.
 
     Args:
         recorder: recorder of operations and memory.
@@ -563,16 +577,15 @@ class FusedAttention(TorchFunctionMode):
     """
 
     def __init__(self, recorder: TraceRecorder, *, repeats_groups: bool, share: float = 0.5) -> None:
-        super().__init__()
         self._recorder, self._repeats_groups, self._share = recorder, repeats_groups, share
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        q, k, v = args[:3]
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: object
+    ) -> Any:
+        """Record attention, in place of `torch.nn.functional.scaled_dot_product_attention`."""
         if self._repeats_groups:
             k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-        return self._attend(q, k, v, mask=kwargs.get("attn_mask"))
+        return self._attend(q, k, v, mask=attn_mask)
 
     def inside_documents(
         self,
@@ -621,41 +634,30 @@ class FusedAttention(TorchFunctionMode):
         return _Fused.apply(note, kept, True, q, k, v)
 
 
-class FusedNorm(TorchFunctionMode):
-    """Function mode that replaces RMSNorm in a trace by CUDA's fused kernel.
+def fused_norm(
+    x: torch.Tensor, shape: object, weight: torch.Tensor, epsilon: float, *, recorder: TraceRecorder | None = None
+) -> Any:
+    """Return a tensor like RMSNorm's result, and record CUDA's fused kernel; replaces `torch.nn.functional.rms_norm`.
 
     The fused kernel keeps its input and one fp32 number per token for backward. For meta and CPU tensors torch composes
     RMSNorm from several operations, which keep four times as much memory.
 
     Args:
+        x: [..., D] input.
+        shape: ignored.
+        weight: [D] factors.
+        epsilon: ignored.
         recorder: recorder of the norm's operations; None to record none.
     """
+    scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    touched = {FORWARD: _nbytes([x, weight, scale, x])}
+    touched[BACKWARD] = touched[FORWARD] + _nbytes([x, weight])  # backward also writes the gradients of both
 
-    def __init__(self, recorder: TraceRecorder | None = None) -> None:
-        super().__init__()
-        self._recorder = recorder
+    def note(phase: str) -> None:
+        if recorder is not None:
+            recorder.note("memory", touched[phase])
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.rms_norm:
-            x, _, weight = (*args, *(kwargs or {}).values())[:3]
-            scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-            touched = {FORWARD: _nbytes([x, weight, scale, x])}
-            touched[BACKWARD] = touched[FORWARD] + _nbytes([x, weight])  # backward also writes the gradients of both
-
-            def note(phase: str) -> None:
-                if self._recorder:
-                    self._recorder.note("memory", touched[phase])
-
-            return _Fused.apply(note, [scale], False, x, weight)
-        # `Tensor.backward` disables function modes. Recomputation in backward needs this mode, so the engine is called
-        # directly.
-        if func is torch.Tensor.backward:
-            loss = args[0]
-            with self:
-                return Variable._execution_engine.run_backward(
-                    (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
-        return func(*args, **(kwargs or {}))
+    return _Fused.apply(note, [scale], False, x, weight)
 
 
 class _Fused(torch.autograd.Function):

@@ -47,7 +47,7 @@ from megazpp.planner.step import (
     summed,
     traffic_between,
 )
-from megazpp.planner.trace import SIMULATED_FLOAT8, FusedNorm
+from megazpp.planner.trace import SIMULATED_FLOAT8, fused_norm, replaced
 from megazpp.planner.variants import changed
 from megazpp.run.arguments import RunConfig
 from megazpp.run.checks import RunPlan, plan_run
@@ -184,7 +184,7 @@ def count_step(
         task = make_task(spec, dims, fake)
         if task.objective is not None:
             task.objective.metrics = dict  # type: ignore[method-assign]
-        with fake, FusedNorm(), AttentionDropout(), FakeScalars(), PeakBytes() as live:
+        with fake, replaced(rms_norm=fused_norm), AttentionDropout(), FakeScalars(), PeakBytes() as live:
             # ---- build the optimizer and the training step
             replica_groups = None
             if (diloco := plan.of(DilocoPlan)) is not None:
