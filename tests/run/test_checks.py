@@ -65,7 +65,7 @@ REFUSED = """
 3 | --num-attention-heads 3 --kv-channels 8 --tensor-model-parallel-size 3 | --ffn-hidden-size 256 (derived, not set) is
 1 | --lr-warmup-iters 11 --seq-length 65 | --seq-length 65 is longer
 1 | --seq-length 65 --lr-warmup-iters 11 | --lr-warmup-iters 11: the warm-up
-1 | --zero-stage 0 --use-distributed-optimizer --optimizer-backend apex | --optimizer-backend apex
+1 | --hsdp --optimizer-backend apex | --optimizer-backend apex
 1 | --lr-warmup-samples 5 | --lr-warmup-samples 5 cannot be combined with --train-iters 10
 1 | --dataloader-type cyclic | --dataloader-type cyclic is not supported
 1 | --fp16 --bf16 | --fp16 and --bf16 are both set: choose one
