@@ -97,7 +97,7 @@ def main() -> int:
     changes = [change for change in read_changes() if not given.only or change.name in given.only]
     survived = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=LEFT_OUT))
+        copy = Path(shutil.copytree(ROOT, Path(folder) / "copy", symlinks=True, ignore=LEFT_OUT))
         for change in changes:
             found = outcome(change, copy, given.timeout)
             survived += [change.name] if found == "SURVIVED" and not change.survives else []

@@ -64,18 +64,19 @@ def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: in
 
 
 def blocks_of_all_widths(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return new and old weights of 6 delta blocks.
+    """Return new and old weights of 9 delta blocks.
 
-    Magnitudes are 2^-16 to 1. Changes need few to many bits, and some are very large.
+    Magnitudes are 2^-16 to 1. Changes need few to many bits, and some are very large. The remainders of some groups of
+    8 elements need 58 to 64 bits, so a word that begins inside a byte does not hold all of them.
     """
     generator = torch.Generator().manual_seed(5)
-    size = 6 * reference.BLOCK
+    scales = torch.exp2(torch.tensor([-2.0, 0, 3, 6, 6, 7, 7, 11, 0])).repeat_interleave(reference.BLOCK)
+    size = len(scales)
     signs = 1 - 2 * torch.randint(2, (size,), generator=generator)
     old = (signs * torch.exp2(-16 * torch.rand(size, generator=generator))).to(dtype)
-    scales = torch.exp2(torch.tensor([-2.0, 0, 3, 7, 11, 0])).repeat_interleave(reference.BLOCK)
     steps = (scales * torch.randn(size, generator=generator)).round()
     # the last block changes in a tenth of its weights, so its kind is sparse
-    steps[5 * reference.BLOCK :] *= torch.rand(reference.BLOCK, generator=generator) < 0.1
+    steps[-reference.BLOCK :] *= torch.rand(reference.BLOCK, generator=generator) < 0.1
     steps[100 :: reference.BLOCK] = 200 * scales[100 :: reference.BLOCK]
     return reference.order(reference.order(bits(old)) + steps.to(torch.int16)).view(dtype), old
 
