@@ -1,9 +1,9 @@
 """DiLoCo in the training loop: when replica groups synchronize, and when they make decisions together.
 
-Between two synchronizations, the replica groups of DiLoCo do not communicate. Some decisions concern all ranks: to
-stop, and to end the job because of a NaN. They are made after steps at which groups merge new outer
-weights into their inner weights, because the groups wait for each other there anyway. Until then, a group whose step is
-not finite skips its update. A stop signal moves the next such step forward (`EarlyStop`).
+Between two synchronizations, the replica groups of DiLoCo do not communicate. Two decisions concern all ranks: to stop,
+and to end the job because of a NaN or Inf. The ranks make these decisions after steps at which groups merge new outer
+weights into their inner weights, because the groups wait for each other there anyway. Until then, a group whose loss or
+gradient norm is not finite skips its update. A stop signal moves the next such step forward (`EarlyStop`).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class LocalSteps:
         # All groups wait for each other at this step. Sum over all ranks: the mean loss since the last such step, and
         # whether a group has seen a NaN or Inf.
         if meets:
-            launched.check()
+            launched.check()  # wait for this step's results, so that the guard has checked this step too
             world = self._dims.world
             known = torch.tensor([self._guard.has_failed, float(self._losses) / self._steps], dtype=torch.float64)
             failed, losses = world.all_reduce_(known.to(self._losses.device)).tolist()

@@ -125,8 +125,8 @@ def zeropp(
     units = find_program_units(model)
     for unit in units:
         unit.check_fsdp2()
-    # The plan needs one compute dtype: that of the first floating-point weights. Units with other dtypes still work,
-    # because each all-gather reads the dtypes of its own unit.
+    # The plan needs one compute dtype, and gets the dtype of the first weights in fp32, bf16 or fp16. Units with other
+    # dtypes still work, because each all-gather reads the dtypes of its own unit.
     dtypes = [dtype for unit in units for dtype in unit.gather_dtypes if dtype in QUANTIZABLE]
     if not dtypes:
         raise ValueError("the model has no parameters in fp32, bf16 or fp16, so ZeRO++ has nothing to reduce")
@@ -280,7 +280,7 @@ def _check_equal_settings(settings: Mapping[str, Any]) -> None:
     set on some hosts only.
     """
     if not dist.is_initialized():
-        return  # `zeropp` itself raises the error about the missing process group
+        return  # `mesh_to_wrap`, which `zeropp` calls next, raises the error about the missing process group
     mine = {name: str(value) for name, value in settings.items()}
     size = dist.get_world_size()
     group = dist.group.WORLD if size > 1 else None

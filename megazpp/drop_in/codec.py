@@ -1,6 +1,7 @@
-"""The codec of sharding units whose parameters have several dtypes, and the byte ranges of parameters in a message.
+"""The codec of sharding units that ZeRO++ cannot quantize, and the byte ranges of parameters in a message.
 
-Only models of `megazpp.zeropp` have such units, because there the program decides the dtypes.
+ZeRO++ cannot quantize a unit whose parameters have several dtypes, or a dtype other than fp32, bf16 and fp16. Only
+models of `megazpp.zeropp` have such units, because there the program decides the dtypes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from megazpp.zero.wire import Codec, Segment, plan_message
 
 
 class ByteCodec(Codec):
-    """The codec of a sharding unit whose parameters have several dtypes: it sends their bytes without quantization.
+    """The codec that sends the bytes of a sharding unit's parameters without quantization.
 
-    FSDP2 gathers such a unit as bytes, so the size S of its flat shard is in bytes.
+    It serves units that are not `ProgramUnit.is_quantizable`. The flat shard of such a unit is a uint8 tensor, so its
+    size S is in bytes. FSDP2 gathers parameters of several dtypes as bytes itself. If all parameters have one dtype,
+    `ProgramGather` passes FSDP2's tensors as views of their bytes.
 
     Args:
         segments: segments of the unit's parameters, counted in bytes (`segments_in_bytes`).
@@ -42,11 +45,11 @@ class ByteCodec(Codec):
 
 
 def segments_in_bytes(segments: Sequence[Segment], dtypes: Sequence[torch.dtype]) -> tuple[Segment, ...]:
-    """Return the segments of a flat shard of bytes.
+    """Convert a unit's segments from elements to bytes: starts and sizes in a flat shard that is a uint8 tensor.
 
     Args:
         segments: segments of the unit's parameters, counted in elements.
-        dtypes: dtype of each parameter.
+        dtypes: dtype in which FSDP2 gathers each parameter.
     """
     sizes = [segment.size * dtype.itemsize for segment, dtype in zip(segments, dtypes, strict=True)]
     starts = itertools.accumulate(sizes, initial=0)

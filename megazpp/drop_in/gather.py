@@ -40,7 +40,8 @@ class ProgramGather(TwoHopGather):
 
     num_uses = 0
     unit: ProgramUnit
-    _segments: tuple[Segment, ...]  # segments of the unit's parameters in `_codec`'s flat shard, see `ByteCodec`
+    # Segments of the unit's parameters in the flat shard that `_codec` packs, in elements, or in bytes for `ByteCodec`
+    _segments: tuple[Segment, ...]
 
     def __init__(self, unit: ProgramUnit, context: CommContext) -> None:
         self._dtypes = unit.gather_dtypes

@@ -172,8 +172,9 @@ class Handle(Sharding):
 
         Args:
             folder: folder of the program's checkpoint; it is created if it does not exist. Use a new folder for each
-                checkpoint, because files of another layout of ranks stay in it, and `load` cannot see that the error
-                feedback in them is older than the weights.
+                checkpoint. Otherwise files that an earlier run with another layout of ranks has saved stay in the
+                folder. If a later run returns to that layout, `load` reads these files, and cannot see that their error
+                feedback is older than the model's weights.
         """
         if not self.keeps_state:
             return

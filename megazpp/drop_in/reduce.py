@@ -271,8 +271,10 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
 
     After a backward, `.grad` has the same shards and dtype as in plain FSDP2, and adds up over backwards in the same
     way. Inside `Handle.accumulate`, each node instead keeps partial sums of gradients until the cross-node hop.
-    Two kinds of parameters without a gradient contribute zeros: trained parameters, if the unit is gathered or was
-    gathered since its last reduction, and parameters whose partial sums wait.
+    Messages have the same layout on all ranks, so two kinds of parameters without a gradient contribute zeros:
+
+        trained parameters            if the unit is gathered, or was gathered since its last reduction
+        parameters in `waiting`       in the same case, and in each backward that sends gradients across nodes
 
     Args:
         unit: the sharding unit.

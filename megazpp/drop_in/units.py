@@ -224,7 +224,7 @@ class ProgramUnit(Unit):
     def shard_reader(self, dtype: torch.dtype) -> Callable[[], torch.Tensor] | None:
         """Return a function that copies this rank's shards into a new flat shard; see `Unit.shard_reader`.
 
-        If the parameters have several dtypes, FSDP2 gathers bytes, and the flat shard is a uint8 tensor.
+        If `dtype` is uint8, as for a unit that `ByteCodec` packs, the flat shard has the bytes of the parameters.
         """
         if dtype != torch.uint8 or not self.is_sharded:
             return super().shard_reader(dtype)

@@ -221,7 +221,8 @@ class WatchedGather(ProgramGather):
             kept: result of the method `kept` when the checkpoint was saved.
         """
         self.drop()
-        # `recent` sets the size of the next message, so it must be equal on all ranks, also if only some restore it.
+        # `recent` sets the size of the next message, so it must be equal on all ranks of the cross axis. It stays zero
+        # if the next forward drops `kept`. Otherwise it gets the saved sizes, which are equal on these ranks.
         self.lossless().recent.zero_()
         self._loaded, self.watch.has_loaded = kept, True
 
@@ -565,7 +566,7 @@ class WriteWatch:
     def _exchange(self, votes: Sequence[int]) -> list[int]:
         """Exchange votes with all ranks, and return the bitwise or of all ranks' votes.
 
-        A communication thread runs this method, so the host does not wait.
+        A communication thread runs this method, so the thread of the forward does not wait.
         """
         found = torch.tensor(votes, dtype=torch.uint8, device="cpu")
         for axis in self._hosts:

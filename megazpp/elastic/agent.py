@@ -33,9 +33,10 @@ SNAPSHOT_SECONDS = 120.0  # limit for each read of a snapshot, which the peer fi
 
 
 class OutError(JobError):
-    """This job's group cannot start or continue to train in the elastic run; the text of the error says why.
+    """The error that ends this job because its group cannot start or continue to train in the elastic run.
 
-    For example, the coordinator cannot be reached at the start, or has refused or removed the group.
+    The text of the error says why. For example, the coordinator cannot be reached at the start, or has refused or
+    removed the group.
     """
 
 
@@ -102,6 +103,7 @@ class Agent:
         self.unsent = False
         self.fingerprint: tuple[int, int] | None = None
         self._numbers, self.sent, self.sent_bytes = 0, 0, 0
+        # Give up the first connection after one minute: the coordinator may start a little later than the groups.
         deadline = time.monotonic() + 6 * HEARTBEAT_SECONDS
         # A WireError means a wrong secret or another protocol, which a new attempt cannot correct: give up at once
         first = self._connect(lambda error: isinstance(error, WireError) or stopped() or time.monotonic() > deadline)
@@ -192,7 +194,7 @@ class Agent:
         """Fetch a snapshot of the outer state from the rank at `address`, which is a rank of another group.
 
         Returns:
-            a record with the snapshot's version, and its bytes.
+            a record with version, id, merged steps and loss scale of the snapshot, and the snapshot's bytes.
         """
         return self._fetch(address, {"wants": "snapshot"}, seconds=SNAPSHOT_SECONDS)
 
@@ -313,6 +315,7 @@ class Agent:
             self._changed.notify_all()
 
     def _keep_reporting(self) -> None:
+        """Send a report to the coordinator every REPORT_SECONDS, until this agent is closed."""
         while not self._closed:
             time.sleep(REPORT_SECONDS)
             self._report()

@@ -25,13 +25,13 @@ class ElasticConfig(FeatureConfig):
         diloco_group: name of this job's replica group (default: host name of rank 0).
         diloco_secret_file: file with the secret of the run, readable only by its owner (default: none, if the
             coordinator is on 127.0.0.1).
-        diloco_quorum: number of groups whose whole intervals must have arrived before --diloco-grace begins (default:
-            half of the live groups).
-        diloco_grace: seconds that a synchronization waits for more groups after --diloco-quorum (default: 3 % of an
-            interval, at least 1).
+        diloco_quorum: number of groups whose contributions, each of at least 80 % of an interval's steps, must have
+            arrived before --diloco-grace begins (default: half of the live groups).
+        diloco_grace: seconds that a synchronization waits for more groups once --diloco-quorum groups have contributed
+            (default: 3 % of an interval, at least 1).
         diloco_wait_for_all: wait for all live groups at every synchronization, as DiLoCo without --diloco-coordinator
             does; results are then reproducible.
-        diloco_min_groups: number of live groups below which the others wait instead of training on.
+        diloco_min_groups: number of live groups below which these groups wait instead of training on.
         diloco_late_factor: factor by which the weight of a late contribution is multiplied, once for each
             synchronization that it has missed.
         diloco_listen: host on which ranks serve messages to other groups (default: local address of the coordinator's

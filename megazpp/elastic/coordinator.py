@@ -32,7 +32,7 @@ PUSH_SECONDS = 0.25  # interval at which the coordinator sends the run's state t
 
 
 class SupersededError(RuntimeError):
-    """A newer coordinator has taken over the run's folder, so this coordinator must not decide anything any more."""
+    """The error that ends this coordinator because a newer one, which makes all decisions, uses the run's folder."""
 
 
 class Journal:
@@ -173,8 +173,8 @@ class Coordinator:
             self._held = lock_for_this_job(folder / "coordinator.lock", f"--folder {folder}")
         self._say, self._journal, self._rows = say, Journal(folder), folder / "rounds.jsonl"
         self._rounds = Rounds(self._journal.records, now=time.monotonic())
-        # Held while `_rounds` is used. Notified when the journal on disk has all decisions, so that the threads of
-        # `_keep_sending` may send them to the ranks.
+        # A thread holds this lock while it uses `_rounds`. `_advance` notifies the threads of `_keep_sending` when the
+        # journal on disk has all decisions, which these threads may then send to the ranks.
         self._changed = threading.Condition()
         self._channels: dict[Channel, tuple[str, int]] = {}  # group and rank at the other end of each open connection
         self._ticked_at, self.ended, self.why = time.monotonic(), threading.Event(), ""

@@ -101,7 +101,8 @@ class ElasticLoop:
         # number of steps of the published contribution, which `_progress` adds to the merged steps; 0 after its commit
         self._published_steps = 0
         # number of live groups at this group's last step, at most the nominal number. While groups are missing, a step
-        # advances the learning rate schedule by the live fraction of a global batch.
+        # advances the learning rate schedule by the live fraction of a global batch. `_is_connected` is True once all
+        # ranks of this group have connected to the coordinator, and stays False if a stop signal came before.
         self._live, self._is_connected = self._rules.groups, False
         self._last_step_at = 0.0  # time from which the next step is timed: the end of the last step, or of a wait
 
@@ -139,7 +140,8 @@ class ElasticLoop:
         except OutError:
             if not self._stopped():
                 raise
-        # A stop signal may have reached only some ranks before they were connected. All ranks then end together.
+        # A stop signal makes `Agent` give up its first connection, perhaps on some ranks of this group only, because other
+        # ranks have connected before. All ranks of the group then end together.
         if not all(self._axis.share_object(self._axis.gather_objects(self._is_connected))):
             if self._is_connected:
                 self._agent.close()
@@ -166,7 +168,7 @@ class ElasticLoop:
     def after_step(
         self, launched: LaunchedStep, progress: TrainingProgress, last: bool
     ) -> tuple[TrainingProgress, bool]:
-        """Count a training step, and synchronize with the other groups if the interval is over.
+        """Count a training step, and synchronize with the other groups if `_decide` ends the interval after this step.
 
         Args:
             launched: the training step, whose results may not have reached the host yet.
@@ -204,7 +206,7 @@ class ElasticLoop:
         return self._progress(progress), leaves or self._cell is None
 
     def close(self, progress: TrainingProgress) -> None:
-        """Leave the run, and close this rank's connections.
+        """Leave the run, and close this rank's connections; do nothing if this group has not reached the coordinator.
 
         If no other group saves the outer weights, because a stop signal has reached all groups or the group that had to
         save them has died, this group saves them. Before a rank closes its connections, it waits until all live groups

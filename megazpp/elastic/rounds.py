@@ -235,6 +235,20 @@ class Rounds:
     def state(self, name: str, rank: int, now: float, *, known: str | None = None) -> Record:
         """Return the state of the run that the coordinator sends to rank `rank` of the group `name`.
 
+        The state is a JSON object. Its entries are:
+
+            status, why, slot, granted, cell, leaves    attributes of `Group`, for this group
+            version, exhausted, done                    properties of `Rounds`
+            live         number of live groups
+            saves_last   result of `_saves_last` for this group
+            oldest       oldest version of the outer weights that a live group has
+            quorum_in    result of `_seconds_to_quorum`: seconds until the quorum of this round is expected, or None
+            grace        seconds that a round waits for more groups after its quorum
+            pool         contributions that no commit has merged yet, by id
+            peers        for each other group that is not out, by name: "member", True if it takes part; and "address",
+                         at which its rank `rank` serves messages, None if this rank is not connected
+            commits      the commits whose messages all groups keep, by version as text
+
         The state has no entry "commits" if the run's version has the id `known`, because the rank then has these
         commits from an earlier state. This saves most of the bytes.
         """
@@ -706,6 +720,7 @@ class Rounds:
         return max(1.0, 0.03 * self.rules.interval * min(seconds, default=0.0))
 
     def _holds(self, name: str, cid: str) -> bool:
+        """Return True if each connected rank of the group `name` has its message of the contribution `cid`."""
         return all(cid in report["have"] for report in self.groups[name].reports.values())
 
     def _is_safe(self, entry: Record) -> bool:

@@ -43,7 +43,7 @@ _NUMBER = struct.Struct("!Q")  # number of a frame, or length of a value, as 8 b
 
 
 class WireError(ConnectionError):
-    """The peer at the other end of a connection does not know the run's secret, or has sent an invalid frame."""
+    """The error of a connection whose peer does not know the run's secret, or has sent an invalid frame."""
 
 
 class Channel:
@@ -202,7 +202,7 @@ def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
 
 
 class AuthenticatedListener:
-    """Accepts TCP connections, and runs `serve` in a new thread for each peer that knows the run's secret.
+    """A server that accepts TCP connections, and runs `serve` in a new thread for each peer that knows the secret.
 
     Args:
         address: address to listen on; port 0 chooses a free port.

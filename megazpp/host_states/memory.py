@@ -254,7 +254,10 @@ class HostMemory(DeviceStates):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights in host memory to the working shards on the device, after other code has written them."""
+        """Copy the weights from host memory to the working shards on the device.
+
+        Call this method after code other than the optimizer has written to the weights.
+        """
         for shard in self.shards:
             if shard.working is not None:
                 shard.working.copy_(shard.read())

@@ -33,14 +33,14 @@ class HostedReduce(SummingReduce):
     unit: HostedUnit
 
     def begin(self) -> None:
-        """Record the parameters of this reduction, and check that no trained parameter of the unit lacks a gradient."""
+        """Record the parameters of this reduction, and check that all or none of the trained ones have a gradient."""
         super().begin()
         missing = [self.unit.parameters[index].name for index in self.unit.trained if index not in self.reduced]
         assert not self.reduced or not missing, (
             f"--optimizer-cpu-offload requires gradients of all trained parameters of a unit, but {', '.join(missing)} "
             "have none: freeze these parameters (requires_grad False), or leave the flag out"
         )
-        self._allocates_input = True
+        self._allocates_input = True  # the next call of `allocate` is the first one in this reduction
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor [size] for FSDP2, which calls this method twice in each reduction.
@@ -107,6 +107,7 @@ class HostedSum(HostedReduce):
         self.begin()
         if self.reduced:
             gradients = torch.cat([gradient.reshape(-1) for gradient in self.unit.pop_gradients(self.reduced)])
+            # Call this object as FSDP2 calls a reduce-scatter, so that `watch` also sees these gradients.
             self(gradients, gradients, None, dist.ReduceOp.SUM)  # type: ignore[arg-type]
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:

@@ -69,8 +69,8 @@ class LaunchConfig(Config):
         distributed_backend: communication library (default: nccl with GPUs, gloo without).
         distributed_timeout_minutes: minutes without progress, up to the end of the first step, after which the job
             counts as hung and is ended.
-        distributed_timeout_seconds_after_init: limit for steps after the first one, when kernels are compiled and ranks
-            are connected: seconds without progress, after which the job counts as hung and is ended (default: half of
+        distributed_timeout_seconds_after_init: seconds without progress, in steps after the first one, after which the
+            job counts as hung and is ended; only the first step compiles kernels and connects ranks (default: half of
             --distributed-timeout-minutes).
         local_rank: ignored, because the environment variables of the launcher set the rank; accepted because old
             launchers pass it.

@@ -72,7 +72,8 @@ def measure_links(dims: ParallelDims, device: torch.device) -> tuple[Links, list
             link, senders = fit_link(axis.size, small, large), 1
             if kind == "network":
                 # The bandwidth of a network link is the bandwidth of a whole node. It is one rank's bandwidth times
-                # the number of ranks of this node that send to another node along the axis.
+                # the number of ranks of this node that send to another node along the axis. Count at least one: perhaps
+                # only ranks of other nodes do so.
                 cluster, node = layout.cluster, layout.cluster.node_of(axis.ranks[axis.rank])
                 beside = range(node * cluster.ranks_per_node, (node + 1) * cluster.ranks_per_node)
                 senders = sum(layout.link(axis.name, cluster.rank_at(p)) == "network" for p in beside) or 1

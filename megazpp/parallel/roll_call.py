@@ -144,7 +144,8 @@ def report_failure(place: RankInfo, error: JobError) -> None:
 def tell(store: dist.Store, place: RankInfo, error: JobError, *, host: str | None = None) -> None:
     """Take part in a roll call for a rank that has failed: write its error instead of facts, and wait for the verdict.
 
-    If no other rank of this host has printed the error, print it.
+    `report_failure` calls this function. On local rank 0 `report_failure` has printed the error before. Any other rank
+    waits CLAIM_SECONDS here, and then prints the error if no rank of its host has called this function before.
 
     Args:
         store: rendezvous store of the job.

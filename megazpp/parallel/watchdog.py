@@ -57,6 +57,8 @@ from megazpp.parallel.timeline import COMPUTE, FILES, STEP, WAIT, Activity, Doin
 from megazpp.topology.layout import Layout
 
 ANSWER_SECONDS = 5.0  # time for the other ranks to answer an alarm with their open spans and stacks
+# Longest interval between two checks by the judge, and between two exchanges with the store. If the judge wakes up this
+# much later than planned, the process counts as suspended meanwhile.
 POLL_SECONDS = 5.0
 # Keys of the watchdog in the store: a counter of alarms, the report about the hang, the folder for the ranks' stacks,
 # and for each rank ({}) its open spans and stacks, and a counter as its heartbeat

@@ -156,7 +156,10 @@ class WeightPatches:
         return chain
 
     def _shards(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the local tensor of each shard that this rank writes; note its position in `_places`."""
+        """Yield the name and the local tensor of each shard that this rank writes, and store its place in `_places`.
+
+        The scalar head of a reward model is not written.
+        """
         for unit in self._sharding.units:
             for name, weight in unit.as_dtensors(unit.shards()).items():
                 local = weight.to_local()

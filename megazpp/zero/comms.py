@@ -245,7 +245,8 @@ class ReduceSchedule:
 
     def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
         self.overlap, self._blocks_host = overlap, blocks_host
-        self._sending: deque[Work[Any]] = deque()
+        self._sending: deque[Work[Any]] = deque()  # tasks that `sent` has registered and not waited for yet
+        # For each reduction in flight: its task, and the function that `end_backward` calls after the task
         self._finishing: list[tuple[Work[Any], Callable[[], None]]] = []
         # During a backward for which `end_backward` is registered: the weak reference that `at_end_of_backward` has
         # returned. If calling it returns None, no such backward runs, and `finish_later` must register `end_backward`.

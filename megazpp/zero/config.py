@@ -35,8 +35,8 @@ class ZeroConfig(Config):
         zero_weight_delta: lossless: nodes exchange exact changes of 16-bit weights; none: whole weights; auto: lossless
             with --zeropp and 16-bit compute if it fits into memory and is not estimated to be slower than int8,
             otherwise none.
-        zero_gradient_bits: bits per gradient inside a node and across nodes: 4, 8, or 16 to send gradients unquantized,
-            inside a node in the dtype of reductions, across nodes in the dtype of --zero-accumulate-in-bf16.
+        zero_gradient_bits: bits per gradient inside a node and across nodes: 4, 8, or 16 to send gradients unquantized:
+            inside a node in the dtype of reductions, across nodes in fp32, or in bf16 with --zero-accumulate-in-bf16.
         zero_error_feedback: add a moving average of the cross-node quantization errors to the next step's gradients
             (LoCo); takes 1 byte of device memory per parameter and node.
         zero_error_feedback_beta: weight of the earlier errors in the moving average of error feedback; 0 feeds back
@@ -104,7 +104,11 @@ class ZeroConfig(Config):
 
     @property
     def two_hop_flags(self) -> list[str]:
-        """The set flags that replace FSDP2's collectives by collectives in two hops, as on a command line."""
+        """The flags that request collectives in two hops instead of FSDP2's, spelled as on a command line.
+
+        The first flag in the list is one that the user has set. If it is --zeropp, the user may have set none of the
+        other flags, because --zeropp implies them. The list is empty if no flag requests two hops.
+        """
         wanted = {
             "--zeropp": self.zeropp,
             "--zero-weight-delta lossless": self.zero_weight_delta == "lossless",
@@ -188,8 +192,8 @@ class PrecisionConfig(Config):
         bf16: compute in bf16; master weights stay fp32.
         accumulate_allreduce_grads_in_fp32: accumulate and reduce gradients in fp32; with --bf16 this is on unless
             --grad-reduce-in-bf16 is set.
-        grad_reduce_in_bf16: reduce gradients in bf16, with half the bytes and less exact sums; unquantized sums that
-            cross nodes in the second of two hops need --zero-accumulate-in-bf16 for that.
+        grad_reduce_in_bf16: reduce gradients in bf16, with half the bytes and less exact sums; with gradients in two
+            hops (--zero-quantized-gradients), unquantized sums cross nodes in bf16 only with --zero-accumulate-in-bf16.
     """
 
     fp16: bool = flag(False)

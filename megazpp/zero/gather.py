@@ -185,7 +185,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
         """Start all cross-node hops that the last step's weights still need, and detect writes to the unit's weights.
 
         Call this method on all ranks before an optimizer step. If the program has written to the weights since they
-        were sent, the next use sends whole weights instead of a weight delta.
+        were sent, or if the unit is still gathered, the next use sends whole weights instead of a weight delta.
         """
         # Units that no forward has used since the last optimizer step have not sent that step's weight deltas. Send the
         # deltas now, so that the resident weights depend only on the steps, not on which units a forward has used.

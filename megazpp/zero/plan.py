@@ -96,6 +96,7 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
         plan = plan._replace(gather=GatherPlan(fmt, keep, lossless))
     if quantized_gradients:
         local, across = config.zero_gradient_bits
+        # 4-bit blocks between nodes clip large gradients only with error feedback, which sends the rest one step later.
         clip = across == 4 and config.zero_error_feedback
         reduce = ReducePlan(block_format(local, GRADIENT_BLOCK), block_format(across, GRADIENT_BLOCK, clip=clip))
         plan = plan._replace(reduce=reduce)
@@ -107,7 +108,8 @@ def plan_comm(config: ZeroConfig, layout: Layout, param_dtype: torch.dtype, *, l
 def _check_host_states(config: ZeroConfig, layout: Layout) -> None:
     """Raise a ValueError if --optimizer-cpu-offload does not support the ZeRO stage or the layout of ranks.
 
-    The stage is not checked when a `ZeroConfig` is created, because the planner's search tries all stages.
+    `ZeroConfig` itself accepts --optimizer-cpu-offload with every stage, because the planner's search creates a
+    `ZeroConfig` for each stage.
     """
     if config.stage != 3:
         raise ValueError(

@@ -67,7 +67,8 @@ class DeviceStates:
         adamw: constructor of AdamW from parameter groups and settings; None for `ShardedAdamW`.
         device: device that computes; None for the device of the parameters.
         partial: names of the parameters whose gradients are partial on each tensor-parallel rank, so that they must be
-            summed over these ranks (`ParameterSpec.partial`). `TrainStep` sets this attribute if there are several.
+            summed over these ranks (`ParameterSpec.partial`). `TrainStep` sets this attribute if there are several
+            tensor-parallel ranks.
     """
 
     unit: type[Unit] = Unit
@@ -427,10 +428,11 @@ def shard_model(
 def axes_of_hops(dims: ParallelDims, wire: CommPlan) -> tuple[MeshAxis, MeshAxis, MeshAxis]:
     """Return the axes cross, local and shard that the collectives of the plan `wire` use.
 
-    If both gather and reduction run in two hops, the axes are from `dims`. Otherwise collectives in one hop run
-    along `ParallelDims.own_shard`, which replaces the axis `shard`. If no collective runs in two hops, `own_shard`
-    replaces all three axes, because access to `dims.cross` and `dims.local` would create process groups that nothing
-    uses.
+        gather and reduction in two hops    dims.cross, dims.local, dims.shard
+        only one of them in two hops        dims.cross, dims.local, dims.own_shard: the other runs along `own_shard`
+        neither in two hops                 dims.own_shard three times
+
+    In the last case, access to `dims.cross` and `dims.local` would create process groups that nothing uses.
     """
     shard = dims.shard if wire.gather and wire.reduce else dims.own_shard
     return (dims.cross, dims.local, shard) if wire.gather or wire.reduce else (shard, shard, shard)

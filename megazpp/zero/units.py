@@ -151,9 +151,9 @@ class Unit:
         try:
             yield
         finally:
-            # At a model's first forward, FSDP2 sets this attribute of the root unit to None, so that the root's
-            # parameters stay gathered after a forward, unless the program has passed `reshard_after_forward`. The first
-            # forward may have run in this context.
+            # At a model's first forward, FSDP2 sets `post_forward_mesh_info` of the root unit to None, so that the
+            # root's parameters stay gathered after a forward. FSDP2 does not do so if the program has passed
+            # `reshard_after_forward`. The first forward may have run in this context, so `before` may be outdated.
             keeps = state._is_root and state._auto_reshard_after_forward
             group.post_forward_mesh_info = None if keeps else before
 

@@ -259,7 +259,10 @@ class LosslessCodec:
 
     @property
     def message_bytes(self) -> int:
-        """The predicted bytes of the next lossless delta's message. Reading this property may wait for the device."""
+        """The predicted bytes of the next lossless delta's message.
+
+        Reading this property waits until the size counters of the last delta are on the host (`read_counters`).
+        """
         self.read_counters()
         last, before = self.recent.tolist()
         needed = int((last + max(last - before, 0)) * (1 + ROOM)) + SPARE
@@ -311,6 +314,7 @@ class LosslessCodec:
             return 0
         arriving, self._arriving = self._arriving, None
         needed, left_out = zip(*arriving.wait(), strict=True)
+        # Record at least 1 byte, because 0 in `recent` means that there was no delta.
         self.recent[:] = torch.tensor([max(1, *needed), int(self.recent[0])], device="cpu")
         self._left_out += sum(left_out)
         return sum(left_out)
