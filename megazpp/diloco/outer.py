@@ -117,9 +117,9 @@ class OuterUnit(OuterRows):
 
         Args:
             weight: scalar tensor, the weight of this group's outer gradient in the mean over groups.
-            correction: task that returns a scalar factor, by which the sum over groups is multiplied. It makes the
-                weights of all groups add up to 1. Without it they do not, because a group does not know the tokens of
-                other groups when it sends.
+            correction: task that returns a scalar factor, by which the sum over groups is multiplied, so that the
+                weights of all groups add up to 1. `weight` alone does not achieve this: a group packs its messages
+                before the numbers of tokens of all groups are summed, so `weight` is relative to a planned sum.
         """
         self._sent = self.pack(weight)
         self._work = self._axis.queue.submit(functools.partial(self._cross, self._sent, correction))

@@ -76,8 +76,8 @@ class Accumulation:
     def open(self) -> Iterator[None]:
         """Return the context of `Handle.accumulate`: gradients of backwards inside the context wait in the node.
 
-        The first backward after the context adds its own gradients to them and sends the sums across nodes. If an
-        exception leaves the context, all waiting partial sums are discarded.
+        The first backward after the context adds its own gradients to the waiting ones, and sends the sums across
+        nodes. If an exception leaves the context, all waiting partial sums are discarded.
         """
         if self.is_open or in_backward():
             where = "another accumulate()" if self.is_open else "a backward"
@@ -133,8 +133,8 @@ class Accumulation:
         """Check, before the reduction of a unit, that it will not add partial sums of an earlier, abandoned step.
 
         Raises:
-            RuntimeError: this rank has discarded partial sums between the forward and this backward, so the other ranks
-                do not know of it yet; or an exception has interrupted an earlier backward outside of
+            RuntimeError: this rank has discarded partial sums between the forward and this backward, so no vote has yet
+                made the other ranks discard theirs; or an exception has interrupted an earlier backward outside of
                 `Handle.accumulate`, which was to complete the gradients.
         """
         self.settle()

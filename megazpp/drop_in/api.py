@@ -298,9 +298,9 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return the device meshes on which `fully_shard` has placed the model's parameters.
 
     Returns:
-        Two meshes. The first mesh, [data] or [data, tensor parallel], has the model's first parameter, which is no
-        expert's. The second mesh, [data, expert parallel], has the parameters of experts. The second result is None if
-        the model has no experts, or if experts are sharded over the same ranks as all other parameters.
+        Two meshes. The first mesh, [data] or [data, tensor parallel], has the model's first parameter, which is not a
+        parameter of an expert. The second mesh, [data, expert parallel], has the parameters of experts. The second mesh
+        is None if the model has no experts, or if experts are sharded over the same ranks as all other parameters.
     Raises:
         ValueError: a parameter is placed in a way that ZeRO++ does not support, or no parameter is sharded.
     """
@@ -414,8 +414,12 @@ def _find_cluster(mesh: DeviceMesh, ranks_per_node: int | None) -> Cluster:
 def _check_model(model: nn.Module) -> None:
     """Raise TypeError or ValueError if `zeropp` cannot install ZeRO++ in this model now.
 
-    The reasons are an earlier `zeropp` call for a part of the model or for a larger model, the way in which the model
-    is wrapped, a model without parameters, and a running forward or backward.
+    The errors are for a model to which one of these statements applies:
+
+    - `zeropp` was called before for a part of the model, or for a larger model that contains this one
+    - FSDP1 or DDP has wrapped the model, or FSDP2 has wrapped only submodules of it
+    - the model has no parameters
+    - a forward or a backward is running
     """
     # ---- ZeRO++ must not be installed already in a submodule of the model, or in a larger model that contains it
     wrapped = (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -41,7 +41,7 @@ class GuestDims(ParallelDims):
 
     The axes use the mesh's process groups without changing them. Groups for further axes are created, or reused if they
     were created for an earlier model. Such a group is never the default group, because the program may use the default
-    group while hops are pending. It has the timeout of the default group.
+    group while hops are pending. The groups for further axes have the timeout of the default group.
 
     Args:
         layout: sizes of the axes and placement of the ranks.

@@ -84,7 +84,7 @@ class ProgramGather(TwoHopGather):
     def start_early(self, since: Moment) -> bool:
         """Start the cross-node hop of the unit's weights before its next use, as `TwoHopGather.start_early` does.
 
-        The hop does not start if the program has changed the dtype of the unit's parameters since the last gather,
-        because the buffers for the hop have the size of the old dtype.
+        The hop does not start if the program has cast the unit's parameters since the last gather. The buffers for the
+        hop then still have the size of the old dtype, until `__call__` plans the messages again.
         """
         return self._dtypes == self.unit.gather_dtypes and super().start_early(since)

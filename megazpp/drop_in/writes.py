@@ -13,11 +13,11 @@ each forward of an outermost FSDP2 module begins with a vote, one byte per unit 
                  and over separate gloo groups
     result       for each unit, all ranks send every kind of message for which any rank has voted
 
-A rank that votes for whole weights of a unit that can send nothing less (`WatchedGather.has_parts` is False) knows the
-result, and sends at once. So in a training step without weight deltas or frozen parameters, gathers do not wait for
-votes. A rank that votes for a weight delta or the trained parameters sends them at once, and then waits for the result.
-All other ranks wait for the result first. A wait takes 1.5 round trips between nodes, because gloo announces a message
-before it sends the message.
+If a unit can send only whole weights (`WatchedGather.has_parts` is False), one vote for whole weights decides the
+result. So a rank with this vote sends the unit at once. Without weight deltas and frozen parameters, all ranks vote for
+whole weights in the first forward after an optimizer step, so gathers do not wait for votes then. A rank that votes for a weight delta or the trained
+parameters sends them at once, and then waits for the result. All other ranks wait for the result first. A wait takes
+1.5 round trips between nodes, because gloo announces a message before it sends the message.
 
 A rank votes for a message of a unit for one of four reasons:
 
@@ -391,9 +391,9 @@ class WriteWatch:
         self._below: dict[nn.Module, list[WatchedGather]] = {}
         self._ballot: Ballot | None = None  # the votes of the running forward; None between forwards
         self._had_gradients = False  # True if gradients were enabled in the last forward, as in a training step
-        # Comparisons of checksums by the last forward that the host has not read yet, None if there are none: the votes
-        # before that forward, the indices of the compared units, a host tensor for the results of the comparisons, and
-        # the CUDA event that says when the results have arrived there
+        # Comparisons of checksums that the last forward has started and the host has not read yet; None if there are
+        # none. The tuple has the votes before that forward, the indices of the compared units, a host tensor for the
+        # results of the comparisons, and the CUDA event after which the results are in this tensor.
         self._unread: tuple[Ballot, list[int], torch.Tensor, torch.cuda.Event] | None = None
         for gather in gathers:
             gather.watch = self
@@ -532,8 +532,8 @@ class WriteWatch:
     def _restore(self) -> None:
         """Restore the resident weights that `Handle.load` has read for each unit, if they fit the unit on all ranks.
 
-        Resident weights fit a unit if they were saved together with the unit's present weights. If those of a unit do
-        not fit on a rank, all ranks drop them.
+        Resident weights fit a unit if they were saved together with the unit's present weights. If the resident weights
+        of a unit do not fit on one rank, all ranks drop the resident weights of this unit.
 
         A forward calls this method, and not `Handle.load`: a program may load the model's weights after `Handle.load`.
         """

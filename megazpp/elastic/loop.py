@@ -140,8 +140,8 @@ class ElasticLoop:
         except OutError:
             if not self._stopped():
                 raise
-        # A stop signal makes `Agent` give up its first connection, perhaps on some ranks of this group only, because other
-        # ranks have connected before. All ranks of the group then end together.
+        # A stop signal makes `Agent` give up its first connection. Some ranks of this group may give up, and others may
+        # have connected before. All ranks of the group then end together.
         if not all(self._axis.share_object(self._axis.gather_objects(self._is_connected))):
             if self._is_connected:
                 self._agent.close()
@@ -183,7 +183,8 @@ class ElasticLoop:
         self._cell = [column, step + 1, stop] if step + 1 < stop else None
         goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
         self._last_step_at = time.monotonic()  # after `_decide`, whose wait for samples is not part of a step
-        # The result of an earlier contribution is merged `delay` steps after it, but before the next contribution.
+        # The outer step that follows an earlier contribution of this group is merged `delay` training steps after that
+        # contribution was published, but before the group publishes its next contribution.
         if self._published is not None and (self._steps >= self.outer.plan.delay or not goes_on):
             self._merge(progress, leaves=leaves)
         if goes_on:
@@ -208,9 +209,10 @@ class ElasticLoop:
     def close(self, progress: TrainingProgress) -> None:
         """Leave the run, and close this rank's connections; do nothing if this group has not reached the coordinator.
 
-        If no other group saves the outer weights, because a stop signal has reached all groups or the group that had to
-        save them has died, this group saves them. Before a rank closes its connections, it waits until all live groups
-        have computed the outer weights of this group's version, because they may need messages from this rank.
+        This group saves the outer weights if no other group does. That happens if a stop signal has reached all groups,
+        or if the group that had to save the weights has died. Before a rank closes its connections, it waits until all
+        live groups have computed the outer weights of this group's version. Until then, these groups may fetch messages
+        from this rank.
 
         Args:
             progress: progress of the training loop at its end.
@@ -227,9 +229,10 @@ class ElasticLoop:
     def _must_save(self) -> bool:
         """Return True if this leaving group has to save the outer weights, because no other group does.
 
-        At the end of the run, this group waits until all groups that save into its folder have saved and leave too,
-        because one of them may die before its save. It waits for at most SAVE_SECONDS. If the coordinator does not
-        answer within LEAVING_SECONDS, no other group can continue the run either, so this group saves.
+        The coordinator decides whether another group saves (`Rounds._saves_last`). At the end of the run it decides
+        only after all groups that save into this group's folder have saved and leave too, because one of them may die
+        before its save. This group waits for the decision for SAVE_SECONDS at the end of the run, and before the end
+        for LEAVING_SECONDS. Without a decision it saves, because no other group can then continue the run either.
         """
         folder, began = self._trainer.run.save, time.monotonic()
         if self._writers is None or self._agent.group in self._writers or folder is None:

@@ -95,7 +95,8 @@ class Rules(NamedTuple):
 class Group:
     """The coordinator's knowledge about one incarnation of a group, that is one start of the group's job.
 
-    The fields up to `cell` follow from records, so a restarted coordinator knows them again.
+    The fields up to `cell` follow from records, so a restarted coordinator restores them from its journal. The other
+    fields follow from connections and reports of ranks, which come again after a restart.
     """
 
     # Number that no other joining group or member has. It selects the group's preferred column of samples. Ranks sum
@@ -290,10 +291,13 @@ class Rounds:
         Args:
             name: name of the rank's group.
             rank: index of the rank in its group.
-            hello: the rank's first message: incarnation of its group ("incarnation"), flags and data that all groups
-                must share ("facts"), rules of the run ("rules"), version and id of its outer weights ("version", "id"),
-                whether they are of a run in which the group has taken part ("joined"), and the identifier of the folder
-                into which it saves checkpoints ("saves"), which is "" if it saves none.
+            hello: the rank's first message, a JSON object with these entries:
+
+                incarnation    identifier of this start of the group's job
+                facts, rules   flags and data that all groups must share, and the fields of `Rules`
+                version, id    version of the group's outer weights, and the id of this version
+                joined         True if the group has already taken part in the run with these outer weights
+                saves          identifier of the folder into which the group saves checkpoints; "" if it saves none
             now: current time in seconds.
         Raises:
             RefusedError: the group cannot take part in the run, or not yet.
@@ -496,9 +500,10 @@ class Rounds:
     def _grant(self, name: str) -> None:
         """Lease a cell of samples to a group that asks for one.
 
-        The group gets free steps of the oldest block that has some. They are from the group's own column if it has free
-        steps in this block, and otherwise from the lowest column that has. With --diloco-wait-for-all (infinite grace)
-        no group gets a cell of another member's column. Results then do not depend on the speed of the groups.
+        The group gets free steps of the oldest block that has some. The steps are from the group's own column if this
+        column has free steps in the block, otherwise from the lowest column with free steps in the block. With
+        --diloco-wait-for-all (infinite grace) no group gets a cell of another member's column. Results then do not
+        depend on the speed of the groups.
         """
         group, interval, others = self.groups[name], self.rules.interval, set[int]()
         if group.reports[0]["wants"] <= group.granted:
@@ -699,8 +704,8 @@ class Rounds:
     def _ends(self, commits: Sequence[Record]) -> bool:
         """Return True if an elastic run with these commits is over.
 
-        It is over when all samples of the run are merged, and each fragment of the model has had a commit at which this
-        was so. Fragments have commits in turn, so the last P commits decide, where P is the number of fragments.
+        The run is over when all of its samples are merged after each of the last P commits, where P is the number of
+        fragments of the model. Fragments have commits in turn, so each fragment then contains all samples.
         """
         last = commits[-self.rules.fragments :]
         return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps

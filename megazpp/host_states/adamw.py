@@ -1,7 +1,7 @@
 """AdamW for parameters whose fp32 weights and moments are in host memory (--optimizer-cpu-offload, memory.py).
 
 Each sharding unit's weights, gradients and moments are uploaded to the device in turn, where torch's fused kernel
-updates them. The results are bit-identical to those of `ShardedAdamW`, and the checkpoints have the same format.
+updates them. The results are bit-identical to the results of `ShardedAdamW`, and the checkpoints have the same format.
 """
 
 from __future__ import annotations

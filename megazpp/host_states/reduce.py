@@ -1,7 +1,7 @@
 """Reduce-scatters whose reduced gradients go to host memory (--optimizer-cpu-offload); see memory.py.
 
-The task that reduces a unit's gradients also moves the result to host memory and frees the result on the device, so
-that the device never holds the reduced gradients of many units. With --zero-offload-partial-sums, the partial sums that
+The task that reduces a unit's gradients also moves the result to host memory, and frees the result on the device. So
+the device never holds the reduced gradients of many units. With --zero-offload-partial-sums, the partial sums that
 wait for the hop across nodes are also moved to host memory.
 """
 

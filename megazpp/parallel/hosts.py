@@ -51,8 +51,8 @@ SIOCGIFADDR = 0x8915  # number of the ioctl request for the IPv4 address of a ne
 # numbers, and the name of the network interface
 INTERFACES_OF_IPV6 = Path("/proc/net/if_inet6")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment variables that select the network interface
-# Keys in the job's store by which launchers inform each other: the numbers of hosts that have joined, left and failed,
-# the reason of the first failure (REASON), and a text to print when a host has received a signal (NOTE)
+# Keys in the job's store by which launchers inform each other. JOINED, LEFT and FAILED count hosts that have joined,
+# left and failed. REASON has the reason of the first failure, NOTE a text to print when a host has received a signal.
 JOINED, LEFT, REASON, FAILED, NOTE = "joined", "left", "reason", "failed", "note"
 
 

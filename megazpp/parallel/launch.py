@@ -65,8 +65,8 @@ from megazpp.parallel.hosts import CONNECT_SECONDS, POLL_SECONDS, Hosts, wait_un
 # A rank whose collective breaks exits with EXIT_SECONDARY. The launcher then waits this long for the rank that failed
 # first to exit, before the launcher ends the job.
 GRACE_SECONDS = 3.0
-# Without --nproc and without a GPU, a job has a worker per core, but at most this many workers, and at least 2, so that
-# collectives have something to send
+# Largest number of workers of a job without --nproc on a machine without a GPU. Up to this limit the job has a worker
+# per core, but at least 2 workers, so that collectives have something to send.
 MOST_CPU_WORKERS = 4
 # Signals on which workers finish the step, save and exit with 0. SIGHUP arrives when a terminal is closed, for example
 # because an ssh connection ends. Batch systems send one of the last three before they end a job: Slurm the signal that

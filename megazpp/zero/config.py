@@ -168,7 +168,7 @@ class ZeroConfig(Config):
 
     @property
     def distinguishes_nodes(self) -> bool:
-        """True if a flag makes collectives inside nodes differ from those across nodes, so that nodes must be known."""
+        """True if a flag makes collectives inside nodes and across nodes differ, so that the run must detect nodes."""
         return self.zeropp or self.quantizes_weights or self.hpz_partition_size != "1" or self.quantizes_gradients
 
     def stage_over(self, num_ranks: int) -> int:
