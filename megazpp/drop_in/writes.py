@@ -15,9 +15,9 @@ each forward of an outermost FSDP2 module begins with a vote, one byte per unit 
 
 If a unit can send only whole weights (`WatchedGather.has_parts` is False), one vote for whole weights decides the
 result. So a rank with this vote sends the unit at once. Without weight deltas and frozen parameters, all ranks vote for
-whole weights in the first forward after an optimizer step, so gathers do not wait for votes then. A rank that votes for a weight delta or the trained
-parameters sends them at once, and then waits for the result. All other ranks wait for the result first. A wait takes
-1.5 round trips between nodes, because gloo announces a message before it sends the message.
+whole weights in the first forward after an optimizer step, so gathers do not wait for votes then. A rank that votes for
+a weight delta or the trained parameters sends them at once, and then waits for the result. All other ranks wait for the
+result first. A wait takes 1.5 round trips between nodes, because gloo announces a message before it sends the message.
 
 A rank votes for a message of a unit for one of four reasons:
 

@@ -233,10 +233,10 @@ ROOM, SPARE = 0.125, 512
 class LosslessCodec:
     """The codec of lossless deltas: it sends the changes of a unit's 16-bit weights bit for bit.
 
-    The device computes how many bytes a delta takes, but the host must give the collective its size before that.
-    So the host predicts the size: the bytes that the last delta needed, plus their growth since the delta before, if they
-    have grown. To this prediction it adds an eighth and 512 bytes. The first two messages have room for any delta: the
-    first step of a learning rate warm-up changes almost no weights, so the size of its delta predicts nothing.
+    The device computes how many bytes a delta takes. The host must give the message size to the collective before that.
+    So the host predicts the size: the bytes that the last delta needed, plus their growth since the delta before, if
+    they have grown. To this prediction it adds an eighth and 512 bytes. The first two messages have room for any delta:
+    the first step of a learning rate warm-up changes almost no weights, so the size of its delta predicts nothing.
 
     Each message contains the number of bytes that its delta needed. All ranks of the cross axis receive all messages
     and use the largest of these numbers, so all of them make the same prediction. The host reads the numbers one step
