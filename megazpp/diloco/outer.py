@@ -155,6 +155,7 @@ def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, 
     """
     nominal = plan.tokens * axis.size
     weight = (tokens / nominal).float()
+    # The sum is 0 if no group has trained since the fragment was last sent. Dividing by 1 instead avoids an Inf.
     correction = axis.queue.submit(lambda: (nominal / axis.all_reduce_(tokens).clamp(min=1.0)).float())
     with torch.no_grad():
         for unit in units:

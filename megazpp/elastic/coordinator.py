@@ -121,6 +121,7 @@ class Journal:
         return json.dumps(record | {"checksum": self._checksum}) + "\n"
 
     def _newest(self) -> int:
+        """Return the newest term whose journal is in the folder; 0 if there is no journal."""
         names = (path.stem.removeprefix("journal-") for path in self._folder.glob("journal-*.jsonl"))
         return max((int(name) for name in names if name.isdecimal()), default=0)
 
@@ -192,6 +193,10 @@ class Coordinator:
             channel.close()
 
     def _tick(self) -> None:
+        """Call `_advance` every TICK_SECONDS until the coordinator ends. An error of `_advance` ends the coordinator.
+
+        This is the body of a thread.
+        """
         try:
             while not self.ended.is_set():
                 time.sleep(TICK_SECONDS)

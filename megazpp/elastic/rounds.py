@@ -684,6 +684,7 @@ class Rounds:
                 )
 
     def _release(self, cells: Iterable[Cell]) -> None:
+        """Make cells free, so that they can be leased; cells without steps are dropped."""
         self.free = sorted([*self.free, *(cell for cell in cells if cell[1] < cell[2])])
 
     # ---- questions about groups and contributions, for decisions ----------------------------------------------------
@@ -694,6 +695,7 @@ class Rounds:
 
     @property
     def _num_kept(self) -> int:
+        """The number of latest commits, of all fragments together, whose messages all groups keep."""
         return KEPT_VERSIONS * self.rules.fragments
 
     @property
@@ -711,6 +713,7 @@ class Rounds:
         return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps
 
     def _quorum(self) -> int:
+        """Return the number of groups after whose contributions of whole intervals the grace of a round begins."""
         return self.rules.quorum or max(1, (len(self.live) + 1) // 2)
 
     def _grace(self) -> float:

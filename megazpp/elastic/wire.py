@@ -170,6 +170,11 @@ class Channel:
         self._sock.close()
 
     def _read(self, length: int) -> bytearray:
+        """Wait for exactly `length` bytes from the peer, and return them.
+
+        Raises:
+            ConnectionError: the peer has closed the connection before it has sent all of the bytes.
+        """
         data = bytearray(length)
         view, done = memoryview(data), 0
         while done < length:
@@ -181,6 +186,10 @@ class Channel:
 
 
 def _mac(key: bytes, *parts: bytes | bytearray) -> bytes:
+    """Return the HMAC-SHA256 of `parts`.
+
+    The length of each part enters too, so that the same bytes divided into other parts get another MAC.
+    """
     mac = hmac.new(key, digestmod=hashlib.sha256)
     for part in parts:
         mac.update(_NUMBER.pack(len(part)))
@@ -244,6 +253,7 @@ class AuthenticatedListener:
         self._server.close()
 
     def _accept(self) -> None:
+        """Accept connections until `close`, and start a thread with `_run` for each. This is the body of a thread."""
         while True:
             self._handshakes.acquire()
             try:
@@ -257,6 +267,14 @@ class AuthenticatedListener:
             threading.Thread(target=self._run, args=(sock, peer[0]), daemon=True).start()
 
     def _run(self, sock: socket.socket, peer: str) -> None:
+        """Let the peer prove that it knows the secret, call `serve` with its channel, and close the connection.
+
+        This is the body of a connection's thread.
+
+        Args:
+            sock: socket of the accepted connection.
+            peer: IP address of the peer, for the lines that `refused` gets.
+        """
         try:
             channel = Channel(sock, self._secret, accepted=True)
         except OSError as error:

@@ -164,7 +164,8 @@ class Watchdog:
             if now - max(self._beat_moved, self._since) > limit:
                 break
         self._alarm.set()
-        # If the store answers, the exchange thread ends this process during this sleep. Otherwise end it below.
+        # If the store answers, the exchange thread ends this process during this sleep, because `_end_job` waits for at
+        # most 2 * ANSWER_SECONDS. Otherwise end the process below.
         time.sleep(5 * ANSWER_SECONDS)
         self._end_alone(f"the job has made no progress for {self._limit:g} s, and the store of rank 0 does not answer")
 
@@ -199,6 +200,7 @@ class Watchdog:
         state = self._state()
         store.set(STATE.format(rank), json.dumps(state))
         if not raised_it:
+            # The rank that raised the alarm collects answers for up to ANSWER_SECONDS before it writes the report.
             if wait_until(lambda: store.check([REPORT]), 2 * ANSWER_SECONDS):
                 host, text = json.loads(store.get(REPORT))
                 if self._place.local_rank == 0 and host != socket.gethostname():

@@ -194,6 +194,7 @@ def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
         data_rank: index of the activations that this rank computes, see `ParallelDims.dropout_rank`.
         tp_rank: index of the rank along the tp axis.
     """
+    # With fewer than 1009 tensor-parallel ranks, no two ranks of a run get the same number.
     torch.manual_seed((seed * 1_000_003 + data_rank * 1_009 + tp_rank) % 2**63)
 
 
