@@ -111,8 +111,9 @@ class WatchedGather(ProgramGather):
         stepped = self.unit.stepped(held)
         if not any(stepped):
             return
-        # The next use must send whole weights if a weight delta, or only the trained parameters, would not contain all
-        # changes: if parameters were frozen or unfrozen since the last cross-node hop, or the step changed frozen ones.
+        # In two cases, neither a weight delta nor the trained parameters alone contain all changes: if parameters were
+        # frozen or unfrozen since the last cross-node hop, and if the step has changed frozen parameters. The next use
+        # must then send whole weights.
         frozen_too = any(each and not trained for each, trained in zip(stepped, self._trained, strict=False))
         outdated = self._made_from is None or self._trained != self.unit.is_trained
         if outdated or (frozen_too and not self._keeps_frozen()):

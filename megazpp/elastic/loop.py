@@ -415,7 +415,7 @@ class ElasticLoop:
     # ---- new versions of the outer weights, and the run's progress ----------------------------------------------
 
     def _catch_up(self, progress: TrainingProgress) -> None:
-        """Apply all commits that the group's rank 0 has received to the outer and inner weights.
+        """Bring outer and inner weights to the version of the newest commit that rank 0 of this group has received.
 
         If a commit says that this group has to save or to evaluate the new version, do so after applying the commit.
         """

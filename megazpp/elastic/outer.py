@@ -116,7 +116,7 @@ class WholeOuter:
         ages = [(version - entry["base"]) // len(self.fragments) for entry in entries]
         factors = [self._late_factor**age for age in ages]
         tokens = sum(entry["tokens"] * factor for entry, factor in zip(entries, factors, strict=True))
-        # `tokens` is 0 if all contributions are late and --diloco-late-factor is 0. Dividing by 1 instead avoids an Inf.
+        # `tokens` is 0 if all contributions are late and --diloco-late-factor is 0. Dividing by 1 then avoids an Inf.
         correction = (
             self._nominal / torch.tensor(tokens, dtype=torch.float64, device=self._device).clamp(min=1.0)
         ).float()

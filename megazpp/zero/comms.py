@@ -238,9 +238,9 @@ class ReduceSchedule:
 
     Args:
         overlap: True if reductions stay in flight until the end of the backward.
-        blocks_host: True if waiting for a task blocks the host, as on the CPU. On CUDA only the current stream waits,
-            FSDP2's reduce stream, so the schedule waits for each task at once. FSDP2 frees a unit's gradients only
-            after this stream has reached that point, so not before they have been sent.
+        blocks_host: True if waiting for a task blocks the host, as on the CPU. On CUDA a wait blocks only the current
+            stream, which is FSDP2's reduce stream, so the schedule waits for each task at once. FSDP2 frees a unit's
+            gradients only after the reduce stream has passed this wait, so not before the gradients have been sent.
     """
 
     def __init__(self, *, overlap: bool, blocks_host: bool) -> None:
