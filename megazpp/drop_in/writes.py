@@ -422,9 +422,9 @@ class WriteWatch:
         ballot, gather.ballot = gather.ballot, None
         if ballot is None:
             return
-        # All ranks send every kind of message for which any rank has voted. So this rank can send the kind for which it
-        # has voted itself before it knows the other ranks' votes. Only a keyframe must wait for them if another rank
-        # may have voted for DIFFERENCE, which all ranks send first.
+        # All ranks send every kind of message for which any rank has voted. So this rank can send the kind of its own
+        # vote before the other ranks' votes have arrived. There is one exception: a keyframe must wait for the votes if
+        # another rank may have voted for DIFFERENCE, because all ranks send DIFFERENCE first.
         index, own = self._index[gather], InterNodeMessage(ballot.own[self._index[gather]] & ~LATE)
         if own == InterNodeMessage.KEYFRAME and not gather.has_parts:
             yield InterNodeMessage.KEYFRAME

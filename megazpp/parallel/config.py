@@ -108,7 +108,7 @@ class LaunchConfig(Config):
 
     @property
     def num_nodes(self) -> int:
-        """The number of hosts on which MegaZ++'s own launcher starts workers: --nnodes, or 1."""
+        """The number of hosts on which MegaZ++'s own launcher starts workers: --nnodes, or 1 without this flag."""
         return self.nnodes or 1
 
     @property

@@ -33,15 +33,14 @@ from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.hosts import Hosts, wait_until
 from megazpp.parallel.launch import RESTART_COUNT, RankInfo, hosts_of, open_store
 
-# Longest time for which a rank that has failed waits for the verdict, and for which rank 0 waits until the other ranks
-# have read a verdict that reports a problem
+# Limit of two waits: a rank that has failed waits for the verdict, and rank 0 waits until the other ranks have read a
+# verdict that reports a problem.
 ANSWER_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # longest time for which a rank that has failed waits until the job's store exists
 CLAIM_SECONDS = 1.0  # time for local rank 0 of a host to print an error, before another rank of this host prints it
 MOST_LINES = 10  # largest number of facts that an error message about differences lists
-# Keys of the roll call in the store. The values under these keys are, in this order: the number of ranks that have
-# written facts, the number of ranks that have failed, the first error, rank 0's verdict, and the number of ranks that
-# have read it.
+# Keys of the roll call in the store. ARRIVED counts the ranks that have written facts, FAILED the failed ranks, and HEARD
+# the ranks that have read the verdict. FAILURE has the first error, VERDICT the verdict of rank 0.
 ARRIVED, FAILED, FAILURE, VERDICT, HEARD = "arrived", "failed", "failure", "verdict", "heard"
 
 

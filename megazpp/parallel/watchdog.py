@@ -60,8 +60,9 @@ ANSWER_SECONDS = 5.0  # time for the other ranks to answer an alarm with their o
 # Longest interval between two checks by the judge, and between two exchanges with the store. If the judge wakes up this
 # much later than planned, the process counts as suspended meanwhile.
 POLL_SECONDS = 5.0
-# Keys of the watchdog in the store: a counter of alarms, the report about the hang, the folder for the ranks' stacks,
-# and for each rank ({}) its open spans and stacks, and a counter as its heartbeat
+# Keys of the watchdog in the store. ALARM counts alarms, REPORT has the report about the hang, FOLDER the path of the
+# folder for the ranks' stacks. With a rank in place of {}, STATE has the rank's open spans and stacks, and BEAT is a
+# counter, the rank's heartbeat.
 ALARM, REPORT, FOLDER, STATE, BEAT = "alarm", "report", "folder", "state/{}", "beat/{}"
 # Store key of a counter; {} is the number of restarts. The rank that increments the counter to 1 reports its failure,
 # and all other ranks exit silently.
