@@ -353,7 +353,7 @@ class Agent:
                 threading.Thread(target=self._run, args=(lambda e=entry: self._fetch_entry(e),), daemon=True).start()
 
     def _fetch_entry(self, entry: Record) -> None:
-        """Fetch this rank's message of a contribution from the group that made it, or else from a group that has it.
+        """Fetch this rank's message of a contribution: ask the group that made it first, then all other groups in turn.
 
         `entry` describes the contribution, as the coordinator's state lists it.
         """

@@ -34,10 +34,10 @@ class ElasticConfig(FeatureConfig):
         diloco_min_groups: number of live groups below which these groups wait instead of training on.
         diloco_late_factor: factor by which the weight of a late contribution is multiplied, once for each
             synchronization that it has missed.
-        diloco_listen: host on which ranks serve messages to other groups (default: local address of the coordinator's
-            connection).
-        diloco_advertise: host at which other groups reach this one (default: --diloco-listen, or the local address of
-            the coordinator's connection if that is 0.0.0.0 or ::).
+        diloco_listen: host on which ranks serve messages to other groups (default: local address of the connection to
+            the coordinator).
+        diloco_advertise: host at which other groups reach this one (default: --diloco-listen; if that is 0.0.0.0 or ::,
+            the local address of the connection to the coordinator).
     """
 
     diloco_coordinator: str | None = flag(None, metavar="HOST:PORT")

@@ -450,7 +450,11 @@ class ElasticLoop:
                 self._trainer.validate(at)
 
     def _fetched(self) -> tuple[Record, list[bytes]]:
-        """Wait until all ranks of the group have fetched the messages of the next version; see `Agent.messages_of`."""
+        """Wait until all ranks of the group have fetched the messages of the next version's commit.
+
+        Returns:
+            the result of `Agent.messages_of` on this rank: the record of the commit, and the messages.
+        """
         while True:
             with self._axis.timeline.span(WAIT, "messages of other groups"):
                 found = self._agent.wait(lambda state: self._agent.messages_of(self.version + 1), POLL_SECONDS)

@@ -274,7 +274,7 @@ class Rounds:
         return found if self.id_of(self.version) == known else found | {"commits": self._kept_commits(rank)}
 
     def _kept_commits(self, rank: int) -> dict[str, Record]:
-        """Return the commits whose messages all groups keep, by version, with the SHA-256 of one rank's messages."""
+        """Return the commits whose messages all groups keep, by version, with the SHA-256 of the messages of `rank`."""
         kept = self.commits[-self._num_kept :]
         return {str(c["commit"]): c | {"set": [self._for_rank(entry, rank) for entry in c["set"]]} for c in kept}
 

@@ -56,7 +56,11 @@ class Fork:
             os.kill(self.pid, signum)
 
     def _exit_code(self, options: int) -> int | None:
-        """Return the forked process's exit code; None if it still runs and `options`, for `os.waitpid`, are WNOHANG."""
+        """Return the exit code of the forked process.
+
+        Args:
+            options: options of `os.waitpid`: 0 waits until the process ends; WNOHANG returns None if it still runs.
+        """
         if self._code is None:
             pid, status = os.waitpid(self.pid, options)
             self._code = os.waitstatus_to_exitcode(status) if pid else None

@@ -39,8 +39,8 @@ ANSWER_SECONDS = 10.0
 OPEN_SECONDS = 60.0  # longest time for which a rank that has failed waits until the job's store exists
 CLAIM_SECONDS = 1.0  # time for local rank 0 of a host to print an error, before another rank of this host prints it
 MOST_LINES = 10  # largest number of facts that an error message about differences lists
-# Keys of the roll call in the store. ARRIVED counts the ranks that have written facts, FAILED the failed ranks, and HEARD
-# the ranks that have read the verdict. FAILURE has the first error, VERDICT the verdict of rank 0.
+# Keys of the roll call in the store. ARRIVED counts ranks that have written facts, FAILED ranks that have failed, and
+# HEARD ranks that have read the verdict. FAILURE has the first error, VERDICT the verdict of rank 0.
 ARRIVED, FAILED, FAILURE, VERDICT, HEARD = "arrived", "failed", "failure", "verdict", "heard"
 
 

@@ -38,7 +38,7 @@ class ZeroConfig(Config):
         zero_gradient_bits: bits per gradient inside a node and across nodes: 4, 8, or 16 to send gradients unquantized:
             inside a node in the dtype of reductions, across nodes in fp32, or in bf16 with --zero-accumulate-in-bf16.
         zero_error_feedback: add a moving average of the cross-node quantization errors to the next step's gradients
-            (LoCo); takes 1 byte of device memory per parameter and node.
+            (LoCo); takes 1 byte of device memory per parameter, divided among the ranks of a node.
         zero_error_feedback_beta: weight of the earlier errors in the moving average of error feedback; 0 feeds back
             only the last step's error.
         zero_error_feedback_reset: iterations after which error feedback is reset to zero, as in LoCo (default: never).
@@ -46,9 +46,9 @@ class ZeroConfig(Config):
             half the memory.
         zero_cross_every_microbatch: reduce gradients across nodes in every micro-batch instead of once per step: no
             memory for accumulation, but more traffic.
-        zero_verify_interval: steps between two checks that all ranks gather the same weights; a difference ends the job
-            before the update and names the unit and the ranks; a check costs one more gather of all weights (default:
-            never).
+        zero_verify_interval: steps between two checks that all ranks gather the same weights; if weights differ, the
+            job ends before the update and names the unit and the ranks; a check costs one more gather of all weights
+            (default: never).
         optimizer_cpu_offload: keep fp32 weights, moments and the gradients of a step in host memory (16 bytes per
             parameter); the optimizer updates them on the device, one sharding unit after the other, with identical
             results.

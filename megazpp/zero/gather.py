@@ -196,9 +196,9 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
     def after_step(self) -> None:
         """Record that an optimizer step has changed the unit's weights; call this method after the step on all ranks.
 
-        If nodes exchange weight deltas, the unit's next use then sends a weight delta, or nothing if the unit is frozen.
-        The next use sends whole weights if nodes exchange no weight deltas, or if it had to send whole weights before
-        the step too.
+        If nodes exchange weight deltas, the unit's next use sends a weight delta, or nothing if the unit is frozen. The
+        next use sends whole weights if nodes exchange no weight deltas, or if it had to send whole weights before the
+        step too.
         """
         if not self.secondary.sends_differences or self._made_from is None:
             self.drop()
