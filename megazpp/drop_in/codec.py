@@ -1,7 +1,7 @@
 """The codec of sharding units that ZeRO++ cannot quantize, and the byte ranges of parameters in a message.
 
-ZeRO++ cannot quantize a unit whose parameters have several dtypes, or a dtype other than fp32, bf16 and fp16. Only
-models of `megazpp.zeropp` have such units, because there the program decides the dtypes.
+ZeRO++ cannot quantize a unit whose parameters FSDP2 gathers in several dtypes, or in a dtype other than fp32, bf16 and
+fp16. Only models of `megazpp.zeropp` have such units, because there the program decides the dtypes.
 """
 
 from __future__ import annotations

@@ -232,7 +232,10 @@ class ElasticLoop:
         The coordinator decides whether another group saves (`Rounds._saves_last`). At the end of the run it decides
         only after all groups that save into this group's folder have saved and leave too, because one of them may die
         before its save. This group waits for the decision for SAVE_SECONDS at the end of the run, and before the end
-        for LEAVING_SECONDS. Without a decision it saves, because no other group can then continue the run either.
+        for LEAVING_SECONDS. If no decision comes, this group saves: other groups may have died before their saves, and
+        without a coordinator no other group can continue the run.
+
+        The result is False without a wait if this group has saved its version already, or has no folder to save into.
         """
         folder, began = self._trainer.run.save, time.monotonic()
         if self._writers is None or self._agent.group in self._writers or folder is None:
