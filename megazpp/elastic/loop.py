@@ -235,7 +235,8 @@ class ElasticLoop:
         for LEAVING_SECONDS. If no decision comes, this group saves: other groups may have died before their saves, and
         without a coordinator no other group can continue the run.
 
-        The result is False without a wait if this group has saved its version already, or has no folder to save into.
+        The result is False without a wait if this group has saved its version or loaded it from a checkpoint, or if the
+        group has no folder to save into.
         """
         folder, began = self._trainer.run.save, time.monotonic()
         if self._writers is None or self._agent.group in self._writers or folder is None:
