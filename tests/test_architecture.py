@@ -330,6 +330,7 @@ def test_docstring_begins_with_a_verb_or_a_noun(product):
 
 
 FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
+# flags in messages that no call of `flag` or `add_argument` in the package defines, and the program that has the flag
 FOREIGN = {
     "--bind": "mount",
     "--mount": "unshare",
@@ -349,6 +350,7 @@ FOREIGN = {
     "--nproc-per-node": "torchrun",
     "--uts": "nsenter and unshare",
 }
+# beginnings by which messages name several flags, such as "--lr-decay-*"
 BEGINNINGS = ("--lr-decay-", "--lr-warmup-", "--lr-wsd-decay-", "--train-", "--no-", "--no-load-", "--no-save-")
 
 

@@ -34,9 +34,9 @@ class Runs:
     """Commands that run pretrain_gpt.py with a common run folder and a common checkpoint folder.
 
     Args:
-        path: folder of both.
-        named: False if no flag names the folders. The run folder's name then contains the time of the first start, and
-            the checkpoints are in the run folder.
+        path: folder in which both folders are.
+        named: False if no flag names the two folders. The run folder's name then contains the time of the first start,
+            and the checkpoints are in the run folder.
     """
 
     def __init__(self, path: Path, *, named: bool = True) -> None:
@@ -73,7 +73,7 @@ class Runs:
     ("kills", "diloco"), [(2, ""), nightly(1, "--diloco-steps 4 --diloco-fragment-sync-delay 2")]
 )  # few kills, so that the test is short
 def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, diloco):
-    """Ranks are killed at the start, while loading, in steps and in saves.
+    """A random rank is killed `kills` times, each time at a random moment: during the start, a step or a save.
 
     The losses of all iterations must equal those of a run without faults. All restarts use the first start's run
     folder, although no flag names it.

@@ -1,4 +1,4 @@
-"""Test when a run writes checkpoints, which of them --keep-last keeps, and how a run goes back to one."""
+"""Test when a run writes checkpoints, which of them --keep-last keeps, and that loading one replaces all states."""
 
 import os
 import re
@@ -81,7 +81,7 @@ def go_on_and_back(case: Case, **flags: Any) -> None:
     at_checkpoint = attempt.fingerprint()
     on = attempt.train(4, saves=False)
     moved = attempt.fingerprint()
-    # the evaluation gathers step 4's weights from other nodes; they must not remain after going back
+    # the evaluation fills the secondary partition with step 4's weights, which must not remain after going back
     attempt.evaluate(case.batch(0, 0, 2))
     attempt.reload()
     assert attempt.progress.iteration == 2

@@ -68,9 +68,12 @@ def test_files_are_synced_before_renames_and_before_the_tracker(monkeypatch, tmp
 
 
 def fill_and_save(disk: Path, *space: int, **flags: Any) -> list[tuple[str, int | None, list[str]]]:
-    """Save on a free disk. Then, for each number of bytes in `space`, save with only so much left, and with more again.
+    """Save while the disk has room. Then, for each number of bytes in `space`, save twice.
 
-    Return the error message, the tracked iteration and the file names after each save with little space.
+    The first of these two saves finds only so many free bytes and must fail; before the second one, space is freed.
+
+    Returns:
+        For each save with little space: (error message, iteration in the tracker file, names in the folder).
     """
     attempt, ballast, folder = Attempt(Case(), **flags), disk / "ballast", CheckpointFolder(disk / "save", "--save")
     progress, first, found = attempt.load(), attempt.dims.world.rank == 0, []
@@ -105,7 +108,7 @@ def fill_and_save(disk: Path, *space: int, **flags: Any) -> list[tuple[str, int 
 def test_disk_that_fills_up_during_a_save_keeps_the_previous_checkpoint(tmp_path, space, asynchronous):
     """Let a disk fill up at different points of a save, and check that the previous checkpoint can be loaded.
 
-    The error has one line per rank, whichever part of torch's archive found no space.
+    The error has one line per rank, with the same words wherever in a file torch's writer ran out of space.
     """
     with small_disk(tmp_path / "disk", "1m") as disk:
         save, line = (

@@ -218,7 +218,10 @@ def check(folder: Path, kind: str, *settings: Value) -> bool:
 
 @pytest.mark.parametrize("kind", chosen({kind: kind for kind in AXES}, "gpt2", "llama"))
 def test_every_setting_is_exact_or_rejected_by_its_key(kind, tmp_path):
-    """Check accepted values of all axes together, one value of each axis at a time, and each refused value alone."""
+    """Check configs that set an accepted value of every axis, and configs that set only one refused value.
+
+    Each accepted value is in at least one of these configs, and each refused value in exactly one.
+    """
     write_folder(tmp_path, kind, {})
     axes = accepted_values(kind)
     for number in range(max(map(len, axes))):
@@ -242,9 +245,8 @@ def settings_of_all_pairs(kind: str) -> list[list[Value]]:
 @pytest.mark.parametrize("kind", chosen({kind: kind for kind in AXES}, slow=("gpt2", "llama")))
 def test_every_pair_of_settings_is_exact_or_rejected_by_its_key(kind, tmp_path):
     write_folder(tmp_path, kind, {})
-    for axis in AXES[
-        kind
-    ]:  # with each refused value, each accepted value of the other axes, one of each axis at a time
+    # combine each refused value with each accepted value of the other axes: a config has one value of every axis
+    for axis in AXES[kind]:
         others = [values for values, of in zip(accepted_values(kind), AXES[kind], strict=True) if of is not axis]
         for refused in (value for value in axis if value.refused is not None):
             for number in range(max(map(len, others))):

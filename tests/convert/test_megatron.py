@@ -1,6 +1,6 @@
 """Test the import of Megatron-LM checkpoints.
 
-The files of all ranks, of every version, form the unsharded model, and pickled code never runs.
+The files of all ranks, of each supported checkpoint_version, form the unsharded model, and pickled code never runs.
 """
 
 import argparse

@@ -66,7 +66,7 @@ def test_framework_training_matches_plain_fsdp2(framework, scenario, workers):
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", nightly("FULL_STATE_DICT")])
-# transformers' Trainer saves by accelerate
+# accelerate's own case is nightly, because the case of transformers' Trainer also saves and loads through accelerate
 @pytest.mark.parametrize("framework", [nightly(each) if each == "accelerate" else each for each in CHECKPOINTS])
 def test_framework_checkpoints_load_with_and_without_zeropp(framework, kind, tmp_path, workers):
     """A run with lossless deltas resumes bit-identically, because it saves its state beside the framework's files."""

@@ -74,7 +74,7 @@ class Attempt:
         return self.progress
 
     def reload(self) -> None:
-        """Load the latest checkpoint of --save into the state of this start, which has moved on."""
+        """Replace the training state by the latest checkpoint of --save, after steps that followed its save."""
         self.checkpoints._finish_writing()
         assert self.folder is not None
         verified = verify(LoadSource(self.folder), self.axis, self.lines.append)

@@ -202,9 +202,8 @@ def count_step(
             step([task.batch], learning_rate=1.0, weight_decay=0.0, iteration=1)
             if replica_groups is not None:
                 _send_what_is_under_way(replica_groups)
-            # ---- run the counted steps. If a step has too many micro-batches, run two shorter steps instead. The
-            # second one has one micro-batch more than the first. Their difference is the cost of each micro-batch that
-            # is left out
+            # ---- run the counted step. If it has more than SIMULATED_MICRO_BATCHES (3) micro-batches, run two shorter
+            # steps instead, with 2 and with 3 of them. The difference of both is the traffic of each further one
             micro_batches = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
             rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
             for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):

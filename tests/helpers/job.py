@@ -81,7 +81,8 @@ def watched(worker: Worker) -> None:
 
 def hang(rank: int) -> None:
     if rank == 1:
-        # no file can have this character in its encoding; a stack has it if a script's path is not UTF-8
+        # UTF-8 has no bytes for this character, half a surrogate pair; the watchdog must write the stacks to its file
+        # nevertheless. Python puts such characters into a script's path that is not UTF-8.
         threading.current_thread().name = "main \udcff"
         print("hangs", flush=True)
         time.sleep(FOREVER)

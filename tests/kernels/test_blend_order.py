@@ -41,6 +41,7 @@ def megatrons_loop(weights: np.ndarray, num_samples: int) -> tuple[np.ndarray, n
 
 def planned(plan: Callable, weights: np.ndarray, num_samples: int, *cuts: int) -> tuple[np.ndarray, np.ndarray]:
     """Plan the samples by several calls of `plan`, one for each range of samples that ends at one of `cuts`."""
+    # the C code needs a multiple of AT_ONCE datasets; a dataset that has provided infinitely many samples is not chosen
     padding = (0, -len(weights) % native.AT_ONCE)
     shares = np.pad(weights / np.sum(weights), padding)
     taken = np.pad(np.zeros(len(weights)), padding, constant_values=np.inf)

@@ -235,7 +235,7 @@ def test_resumed_compiled_run_is_bit_identical(tmp_path):
 def test_compiled_sharded_run_equals_an_eager_run(tp, cp, sequence_parallel, changes):
     """Train two steps of two micro-batches with compiled and with eager layers under FSDP2, and compare.
 
-    Bytes must be equal. The tolerance of losses is 1e-5, as for every other layout.
+    Both must send the same bytes. Losses and gradient norms may differ by 1e-5, because fp32 sums are in other orders.
     """
     model = dataclasses.replace(GPT2_STYLE, **changes)
     case = Case(model=model, steps=2, micro_batches=2, tp=tp, cp=cp, sequence_parallel=sequence_parallel)

@@ -72,7 +72,7 @@ def test_recomputation_with_dropout_changes_no_bit(size):
 def test_sharded_run_is_bit_identical_with_recomputation():
     """Check that recomputation under FSDP2 changes no bit of losses and norms.
 
-    FSDP2 gathers a layer's weights again for it.
+    For the recomputation of a layer, FSDP2 gathers the layer's weights again.
     """
     case = Case(model=STYLES["gpt2"], tp=2, sequence_parallel=True, micro_batches=2, steps=2)
     expected = ranks(4).run(train_on_ranks, case)

@@ -87,9 +87,10 @@ def test_chunked_loss_entropy_gradients_and_bytes_match_torch(size):
 
 
 def compare_fused() -> None:
-    """Compare the fused functions, traced by torch.compile without its C++ compiler, which would take most of the time.
+    """Compare the functions that torch.compile fuses with torch's loss, by the back end "aot_eager".
 
-    tests/model/test_compile.py compares the compiled C++ code of a whole model with eager operations.
+    This back end needs no C++ compiler, which would take most of the time. tests/model/test_compile.py compares the
+    compiled C++ code of a whole model with eager operations.
     """
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
         compare(REAL, PADDED, SMALL, 0.7, fuse=cross_entropy.torch_compiled)

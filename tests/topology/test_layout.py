@@ -1,4 +1,4 @@
-"""Test layouts: each axis partitions the ranks and uses the expected links, and a layout survives JSON."""
+"""Test layouts: each axis partitions the ranks and uses the expected links, and invalid sizes are rejected."""
 
 import contextlib
 import itertools

@@ -32,9 +32,14 @@ def train(
     catches a signal. Either is None if no rank does. With `stops_early`, a signal moves the next synchronization
     forward (`EarlyStop`), and the training ends there.
 
-    The dict of a step has "met" (True if all groups waited for each other), "stopped" (reason to stop, or None),
-    "asked" (number of collectives that leave the replica group), "busy" (False if none of them is expected), the losses
-    "loss" and "inner", and "weights" (hashes of the state by name).
+    The dict of a step has these entries:
+        "met": True if all groups waited for each other after the step.
+        "stopped": reason to stop, or None.
+        "asked": number of collectives that this rank called over several replica groups.
+        "busy": True if the step sends or merges outer weights; otherwise "asked" must be 0.
+        "loss": loss of the step.
+        "inner": logged mean loss of all groups since they last waited for each other; None for other steps.
+        "weights": hashes of the state by name.
     """
     step, dims = build_step(case)
     guarded(step, case, folder, has_replica_groups=True)

@@ -1,6 +1,6 @@
-"""Test the tracker of a run:
+"""Test the tracker of a run, and the files that wandb (offline) and TensorBoard write.
 
-One row for the run folder and all sinks, independent sinks, and real files of wandb (offline) and TensorBoard.
+The tracker passes each row of numbers to the run folder and to all sinks. A sink that fails does not affect the others.
 """
 
 import json
@@ -43,7 +43,7 @@ def test_records_go_to_the_folder_and_their_numbers_to_every_sink(tmp_path):
     rows = {file.stem: [*map(json.loads, file.read_text().splitlines())] for file in tmp_path.glob("*.jsonl")}
     assert rows["metrics"][-1] == run.recorder.last_interval.fields
     assert rows["validation"] == [{"iteration": 3, "consumed_samples": 6, "lm_loss": 7.0}]
-    # A line of the log after two steps and at the end, then the validation
+    # the rows of metrics come first: one after two steps, and one at the end of the run; the validation follows
     written = [("metrics", row) for row in rows["metrics"]] + [("validation", *rows["validation"])]
     for call, (name, row) in zip(sink.write.mock_calls, written, strict=True):
         numbers = {f"{name}/{key}": value for key, value in row.items() if value is not None}

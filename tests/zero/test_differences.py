@@ -254,7 +254,7 @@ def test_non_finite_weights_are_sent_and_later_replaced():
 def with_a_flipped_bit(case: Case) -> None:
     """Flip a bit in rank 3's copy of rank 1's weights in step 3, and check which steps' verification reports it.
 
-    The weights are invalidated after step 4.
+    `invalidate_weights` after step 4 makes step 5 send keyframes, which replace the weights with the flipped bit.
     """
     step, dims = build_step(case)
     said: list[str] = []

@@ -68,10 +68,10 @@ def full(tensors: Weights) -> Weights:
 
 class Seen(NamedTuple):
     common: list[Weights]  # R, the groups' common copy of the outer weights, after each step
-    outer: Weights  # after the last step
-    inner: Weights
-    losses: list[float]
-    feeds_back: bool
+    outer: Weights  # outer weights after the last step
+    inner: Weights  # this group's own weights after the last step
+    losses: list[float]  # loss of each step
+    feeds_back: bool  # True if an error feedback of this rank is not zero after the last step
     fragments: list[list[str]]  # parameter names of each fragment
 
 
