@@ -598,6 +598,7 @@ def test_unusable_arguments_are_rejected_before_the_model_is_wrapped():
 
 @pytest.mark.slow
 def test_trainer_makes_the_callback_from_the_bare_name():
+    """A user may pass the class `megazpp.trainer_callback` without calling it; the Trainer then makes the callback."""
     transformers = pytest.importorskip("transformers")
     handler = transformers.trainer_callback.CallbackHandler([megazpp.trainer_callback], None, None, None, None)
     (callback,) = handler.callbacks
@@ -606,6 +607,10 @@ def test_trainer_makes_the_callback_from_the_bare_name():
 
 
 def train_begin() -> None:
+    """Let the Trainer's event "train begin" call `zeropp`: with a model that has no FSDP2, and twice with one that has.
+
+    Then check that a misspelled argument of the callback is rejected.
+    """
     pytest.importorskip("transformers")
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(2)))
     callback = megazpp.trainer_callback(ranks_per_node=1, config=config(zero_weight_delta="lossless"))

@@ -371,6 +371,7 @@ def test_each_fragment_has_a_version_after_the_last_sample():
 
 
 def test_calm_run_merges_whole_intervals_in_the_order_of_slots():
+    """Without faults, three versions merge 4, 4 and 2 steps of each group: 10 iterations in intervals of 4 steps."""
     world = play([])
     commits = world.rounds.commits
     assert [[entry["slot"] for entry in commit["set"]] for commit in commits] == [[0, 1, 2]] * 3
@@ -380,6 +381,7 @@ def test_calm_run_merges_whole_intervals_in_the_order_of_slots():
 
 
 def test_first_group_of_each_folder_saves_and_groups_without_one_do_not():
+    """Group 0 saves nothing, groups 1 and 3 save into folder a, and group 2 saves into folder b."""
     world = World()
     for index, folder in enumerate(("", "a", "b", "a")):
         world.start(index, folder)
@@ -389,6 +391,10 @@ def test_first_group_of_each_folder_saves_and_groups_without_one_do_not():
 
 
 def test_last_group_of_each_folder_that_leaves_saves():
+    """Groups 0 and 1 save into one folder. While one of them stays, the other one leaves without a save.
+
+    If both leave, the group with the newer weights saves.
+    """
     world = World()
     for index, folder in enumerate(("f", "f", "g")):
         world.start(index, folder)
@@ -665,6 +671,7 @@ def test_restarted_coordinator_waits_for_the_same_groups_in_the_first_round():
 
 
 def test_start_waits_anew_if_the_group_that_began_the_wait_has_left():
+    """A run starts without its third group after 60 s (ASSEMBLY_SECONDS), here counted from the start of group 1."""
     world = World()
     world.start(0)
     world.wait(20)

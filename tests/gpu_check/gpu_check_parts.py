@@ -415,7 +415,7 @@ def on_two_nodes(check: Check, program: str, ways: Sequence[str], *, later: int 
     Args:
         check: the part, which gets the rows and failures.
         program: module or script that trains, as arguments of Python.
-        ways: flags of each configuration. The losses of the others are compared with those of the first one.
+        ways: flags of each configuration. The first one is the reference for the losses of the others.
         later: number of configurations that follow this call, for which time must be left.
     Returns:
         The lines of metrics.jsonl of each configuration; [] for a configuration whose training failed.

@@ -216,7 +216,7 @@ class SwappedAverage(Scenario):
 
 
 class DiscardedBatch(Scenario):
-    """`zero_grad` discards gradients: those of a first micro-batch in one step, those of the whole step in another."""
+    """`zero_grad` discards the gradients of step 1's first micro-batch, and later those of the whole step 2."""
 
     accumulate = 2
 
@@ -535,8 +535,8 @@ DELTAS = megazpp.ZeroConfig(zeropp=True, zero_weight_delta="lossless", zero_erro
 def accelerate_checkpoints(folder: str, kind: str) -> None:
     """Check that accelerate resumes bit-identically from its own checkpoints, with plain FSDP2 and with ZeRO++.
 
-    Plain FSDP2 also loads the checkpoints of ZeRO++, and ZeRO++ those of plain FSDP2, with nearly equal losses. `kind`
-    is accelerate's `state_dict_type`.
+    Each of the two also resumes from the other one's checkpoints, with nearly equal losses. `kind` is accelerate's
+    `state_dict_type`.
     """
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -582,8 +582,8 @@ def accelerate_checkpoints(folder: str, kind: str) -> None:
 def trainer_checkpoints(folder: str, kind: str) -> None:
     """Check that transformers' Trainer resumes bit-identically from its checkpoints, with plain FSDP2 and with ZeRO++.
 
-    Plain FSDP2 also resumes from the checkpoints of ZeRO++, and ZeRO++ from those of plain FSDP2, with nearly equal
-    weights. `kind` is FSDP's `state_dict_type`.
+    Each of the two also resumes from the other one's checkpoints, with nearly equal weights. `kind` is FSDP's
+    `state_dict_type`.
     """
     from transformers import Trainer, TrainingArguments
 

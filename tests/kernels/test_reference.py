@@ -194,7 +194,7 @@ def test_non_finite_difference_is_sent_as_nan():
 def test_error_feedback_bounds_the_error_of_many_steps():
     """Sum 32 int4 tensors with and without error feedback.
 
-    With error feedback, the error of the sum is about that of one tensor. Without it, the errors of all tensors add up.
+    With error feedback, the sum has about the error of a single tensor. Without it, the errors of all tensors add up.
     """
     fmt, error = BlockFormat(4, 128), zeros(1024, BlockFormat(8, 128))
     steps = torch.randn(32, 1024, generator=torch.Generator().manual_seed(0))

@@ -121,7 +121,7 @@ def build(case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 @torch.no_grad()
 def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, bad: float | None = None) -> None:
-    """Take an optimizer step; gradients are three times too large, and so is the divisor that corrects them.
+    """Take an optimizer step with gradients that are three times too large, and that `update_` divides by 3.
 
     With `bad`, each gradient is multiplied by this NaN or Inf, and the step must be skipped.
     """

@@ -40,7 +40,7 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            # the recomputation of layer 0 may stop before its end, and that of the others runs to the end
+            # torch may stop the recomputation of layer 0 early; it recomputes all operations of the other layers
             with set_checkpoint_early_stop(index == 0):
                 x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
         return x * self.scale

@@ -198,9 +198,9 @@ def test_frozen_experts_are_whole_and_bit_identical(mixture, layout):
 
 
 def router_weights(case: Case, load: str) -> list[torch.Tensor]:
-    """Load a frozen model in 4 bits; return the weights of its routers, and then those in the checkpoint.
+    """Load a frozen model in 4 bits; return first its routers' weights, and then the same weights in the checkpoint.
 
-    Routers must not be rounded.
+    Both must be equal, because packing must not round routers.
     """
     place = frozen_place(dims_on_ranks(case))
     model, units, _ = load_frozen_model(spec_of(case), place, *found(load), bits=4)

@@ -104,7 +104,7 @@ REFUSED = [
     ({}, {"PMIX_RANK": "3"}, "PMIX_RANK=3: a launcher has started this process, and no variable says how many"),
     ({}, {"ALPS_APP_PE": "0"}, "ALPS_APP_PE=0: a launcher"),
     ({}, {"MP_CHILD": "0", "MP_PROCS": "2"}, "MP_CHILD=0: a launcher"),
-    # The rank is above 0, but the number of ranks is missing or is that of another launcher
+    # The rank is above 0, but the number of ranks is missing, or only another launcher's variable gives one
     *(
         ({}, {name: "1", **others}, f"{name}=1: a launcher has started this process, and no variable says how many")
         for name, others in {

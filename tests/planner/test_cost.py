@@ -113,6 +113,7 @@ def test_cpu_rank_encodes_at_its_own_rate_and_computes_beside_nothing_but_the_ne
 
 
 def test_free_axis_costs_nothing():
+    """With `free`, the planner estimates a run in which an axis takes no time, to find how much time the axis costs."""
     costs = ClusterCosts(layout(), Efficiency(), free=("cross",))
     assert costs.collective("local", "all_gather", 10**8) > 0
     assert costs.collective("cross", "all_gather", 10**8) == 0.0

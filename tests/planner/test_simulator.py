@@ -125,6 +125,7 @@ def test_device_waits_for_the_host_only_when_launches_take_longer():
 @pytest.mark.parametrize("seconds", [[0.25, 4.0, 0.5, 0.25], [0.125, 0.125, 0.5], [8.0, 0.125]])
 @pytest.mark.parametrize("launch", [0.0, 0.5])
 def test_series_takes_as_long_as_its_kernels_and_collectives_one_by_one(seconds, launch):
+    """A `KernelSeries` adds up kernels in advance, to save time. It must advance all clocks like single operations."""
     kernels = [*(("compute", each) for each in seconds[:-1]), ("tp", seconds[-1])]
     costs = Costs()
     costs.launch = launch

@@ -13,6 +13,7 @@ from megazpp.parallel.axis import MeshAxis
 from megazpp.tensor_parallel import regions
 from megazpp.tensor_parallel.regions import enter_region, leave_region
 
+# the collective of each region in forward, and in backward, as in the table at the head of regions.py
 REGIONS = {
     "copy_to_region": ("identity", "all_reduce"),
     "reduce_from_region_": ("all_reduce", "identity"),

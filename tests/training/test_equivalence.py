@@ -68,8 +68,8 @@ GRID = {  # combines each layout of SPREADS with each way of recomputing activat
     for i, (tp, cp, sequence_parallel) in enumerate(SPREADS)
     for j, recomputed in enumerate(RECOMPUTED)
 }
-# One case for each layout of SPREADS, with the ways of recomputing activations in turn. The slow tier runs those in
-# which tensor or context parallelism has four ranks, and those with both.
+# One case for each layout of SPREADS, with the ways of recomputing activations in turn. The slow tier runs three of
+# them: tensor parallelism over four ranks, context parallelism over four ranks, and both over two ranks each.
 EVERY_SPREAD = [[*GRID][4 * i + (3 * i + i // 2) % 4] for i in range(len(SPREADS))]
 
 

@@ -28,8 +28,8 @@ def test_differences_are_paired_by_seed_and_replica_group_losses_left_out(tmp_pa
     rows = table({"ZeRO-3": zero3, "local steps": local_steps}).splitlines()
     train = sum(range(4, 4 + LAST_STEPS)) / LAST_STEPS
     assert rows[2] == f"| ZeRO-3 | {train:.4f} | 0.0000 | 5.0000 | +0.0000 ± 0.0000 (+0.00 %) | 2.000 | - |"
-    # The differences of the three seeds are 0, 0.1 and 0.2. Their standard deviation is 0.1, and that of their mean is
-    # 0.1 / sqrt(3).
+    # The differences of the three seeds are 0, 0.1 and 0.2. Their standard deviation is 0.1, so the
+    # standard error of their mean is 0.1 / sqrt(3).
     assert rows[3] == "| local steps | - | - | 5.1000 | +0.1000 ± 0.0577 (+1.96 %) | 0.050 | - |"
 
 
