@@ -330,7 +330,8 @@ def test_docstring_begins_with_a_verb_or_a_noun(product):
 
 
 FLAG = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
-# flags in messages that no call of `flag` or `add_argument` in the package defines, and the program that has the flag
+# flags that messages name, but that no call of `flag` or `add_argument` defines; each with the program that has it, or
+# with the reason
 FOREIGN = {
     "--bind": "mount",
     "--mount": "unshare",

@@ -167,9 +167,9 @@ def test_flag_needs_its_feature_unless_a_file_gave_it_before_turning_off(folder)
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_text_that_records_cannot_contain_is_rejected_by_flag(folder, monkeypatch, encoding):
-    """Reject text that the locale's encoding lacks, because records could not contain it.
+    """Reject text outside of the locale's encoding, because the run's records could not contain it.
 
-    Python reads such bytes as halves of surrogate pairs.
+    Python turns bytes of the command line that the encoding lacks into halves of surrogate pairs.
     """
     monkeypatch.setattr("locale.getpreferredencoding", lambda _: encoding)
     text = "\udcff" if encoding == "utf-8" else "\xfc"

@@ -60,7 +60,10 @@ SLOW = ("one rank, zero 1", "muon", "zeropp", "expert bias", "kept")
 
 @pytest.mark.parametrize("case", chosen(CASES, "tp 2", slow=SLOW))
 def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, case):
-    """Train a step with one layout, resume for a step with another layout, and for a step with the first layout."""
+    """Train a step with one layout, resume for a step with another layout, and then for a step with the first layout.
+
+    States that belong to a layout, such as error feedback, begin anew, and a note in the log says so.
+    """
     world, then, first, other, part, count, notes = case
     second, a, b = dataclasses.replace(first, **other), str(tmp_path / "a"), str(tmp_path / "b")
     one = ranks(world).run(run, first, 1, whole=True, save=a)[0]

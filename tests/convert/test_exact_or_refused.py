@@ -183,7 +183,7 @@ def write_folder(folder: Path, kind: str, values: Values) -> Any:
     write_config(folder, kind, values)
     model = randomized(transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)))
     model.save_pretrained(folder)
-    # save_pretrained has written a config.json with more keys, which this call replaces
+    # replace the config.json that save_pretrained has written, because it has further keys
     write_config(folder, kind, values)
     return model
 

@@ -151,7 +151,7 @@ def test_new_bin_is_never_next_to_an_old_index(tmp_path):
     with interrupted, pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path / "a", [[3, 4]])
     assert contents(tmp_path) == {"a.bin": b"\x03\x00\x04\x00"}
-    # an interrupted run has left a .bin without .idx, which could also be another program's file
+    # a .bin without .idx may be left from an interrupted run, but may also be another program's file
     with pytest.raises(ValueError, match=r"a\.bin exists"):
         check_output(tmp_path / "a", overwrite=False)
     (tmp_path / "a.bin").rename(tmp_path / "a.idx")

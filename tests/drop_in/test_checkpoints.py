@@ -255,7 +255,7 @@ def resume(folder: str, kind: str, moment: str) -> None:
     run.steps(0, 2)
     run.save(folder)
     expected, again = run.steps(2, 5), Run(kind, seed=1)
-    again.steps(0, 1)  # this step leaves error feedback and resident weights to replace
+    again.steps(0, 1)  # after this step, `again` has error feedback and resident weights, which the load must replace
     again.load(folder, handle=moment)
     again.handle.save(f"{folder}/again")  # the loaded state must be saved again although no step has used it yet
     assert again.steps(2, 5) == expected

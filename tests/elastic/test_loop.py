@@ -53,7 +53,7 @@ def test_report_about_a_nan_finds_the_samples_that_a_group_has_leased(monkeypatc
 @pytest.mark.parametrize(
     # Groups that save the version that group a has merged last (None if it has merged none); True if the run is over;
     # the coordinator's answers whether group a saves last, one after another (None while this is undecided); iterations
-    # of the saved checkpoints; and the expected decision of group a
+    # of the saved checkpoints; and True if group a must save the outer weights
     ("writers", "done", "answers", "saved", "must_save"),
     [
         (["b"], True, [None, True], [5], True),  # group b has died in the run's last save

@@ -35,7 +35,7 @@ class Group:
     def __init__(self, name: str, incarnation: str, version: int, version_id: str, rules: Rules) -> None:
         self.name, self.incarnation, self.rules = name, incarnation, rules
         self.facts = FACTS
-        self.fingerprint: list[int] | None = None  # version and fingerprint of the group's outer weights
+        self.fingerprint: list[int] | None = None  # [version, fingerprint] of the group's outer weights
         self.folder = ""  # identifier of the folder into which the group saves checkpoints
         self.unsent = [0] * rules.fragments  # steps that the group has trained but not published, by fragment
         # ids of the contributions that each rank has packed
@@ -393,7 +393,7 @@ def test_first_group_of_each_folder_saves_and_groups_without_one_do_not():
 def test_last_group_of_each_folder_that_leaves_saves():
     """Groups 0 and 1 save into one folder. While one of them stays, the other one leaves without a save.
 
-    If both leave, the group with the newer weights saves.
+    If both leave, the group that leaves last saves, and the other one as well if its weights are newer.
     """
     world = World()
     for index, folder in enumerate(("f", "f", "g")):

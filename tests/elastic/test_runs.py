@@ -324,7 +324,7 @@ def test_groups_that_start_from_different_checkpoints_merge_nothing_of_each_othe
     out = groups[codes.index(1)].output()
     assert "has another outer state of version 0 than others: start all groups from the same weights (--load)" in out
     assert all(len(commit["set"]) == 1 for commit in site.commits())
-    # a group that would continue the iterations of such a checkpoint is refused
+    # with --no-finetune a group would continue at the checkpoint's iteration, which no version of an elastic run has
     group = site.start("3", "--load", str(tmp_path / "1"), "--no-finetune", "--override-opt_param-scheduler")
     group.process.wait(timeout=60)
     assert "iteration 1 has no version of the outer weights, so no elastic run can continue it" in group.output()

@@ -70,7 +70,7 @@ SAMPLES = {"llama_1b": 4, "gpt_1b3": 8}  # samples per step of the large models;
 STEPS, WARM_UP_STEPS, LOG_INTERVAL = 30, 10, 5
 TEXT = "--text-path builtin:moby_dick --split 100,0,0 --vocab-size 256 --seq-length 1024 --micro-batch-size 4 "
 TEXT += "--no-compile --emulate-nodes 2"  # compiling the layers on four ranks would take most of the time
-# the flag sends int8 weights; without it, weights would cross nodes as lossless deltas
+# with --zero-weight-delta none, weights cross nodes in int8; the default would send lossless deltas
 INT8 = "--zeropp --zero-weight-delta none"
 OVERLAP_OFF = f"{INT8} --no-overlap-param-gather --no-overlap-grad-reduce"
 ON_HOST = f"{INT8} --optimizer-cpu-offload --zero-offload-partial-sums --disturbed"

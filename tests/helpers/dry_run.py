@@ -203,7 +203,7 @@ def count_step(
             if replica_groups is not None:
                 _send_what_is_under_way(replica_groups)
             # ---- run the counted step. If it has more than SIMULATED_MICRO_BATCHES (3) micro-batches, run two shorter
-            # steps instead, with 2 and with 3 of them. The difference of both is the traffic of each further one
+            # steps instead, with 2 and with 3 of them. Their difference is the traffic of each further micro-batch
             micro_batches = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
             rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
             for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):

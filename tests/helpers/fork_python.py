@@ -131,8 +131,8 @@ def serve(file: str, *modules: str) -> None:
 
 def answer_clients(listener: socket.socket) -> None:
     """Fork for every client that connects to the listening socket; never return."""
-    # Start this thread after the imports: megazpp/parallel/forks.py counts the threads when it is imported, and a
-    # launcher forks its workers only if it has as many threads
+    # Start this thread after the imports. megazpp/parallel/forks.py counts the threads when it is imported, and a
+    # launcher forks its workers only if it has as many threads as that. A forked launcher lacks this thread.
     threading.Thread(target=end_with_tests, daemon=True).start()
     with listener:
         python = str(Path(listener.getsockname()).with_name("python"))

@@ -16,7 +16,7 @@ SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --mock-data"
 )
-PARSERS: list[FlagParser] = []  # the parser of `parse`, after its first call
+PARSERS: list[FlagParser] = []  # the parser that all calls of `parse` share; empty before the first call
 
 
 def shared_parser(*args: Any, **kwargs: Any) -> FlagParser:

@@ -97,7 +97,7 @@ def random_logits(scale: float = 1.0) -> torch.Tensor:
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the tensor that requires a gradient, which is recorded for the tests."""
+    """Return a copy of the tensor that requires a gradient, so that the gradient can be recorded."""
     return tensor.clone().requires_grad_()
 
 

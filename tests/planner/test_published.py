@@ -172,8 +172,8 @@ def errors(
         attention_dropout=0.0,
         recompute_granularity=None if megatron else "full",
     )
-    # FLOPs by Narayanan et al. (arXiv 2104.04473), equation 3. Without recomputation, the layers take three quarters of
-    # them.
+    # FLOPs by Narayanan et al. (arXiv 2104.04473), equation 3. Without recomputation, the layers need only three
+    # quarters of the equation's FLOPs.
     inner = (72 if megatron else 96) * layers * hidden**2 * (1 + sample / (6 * hidden)) + 6 * VOCABULARY * hidden
     plain, precision, found = (
         ZeroConfig(zero_stage=1 if megatron else 3),

@@ -252,7 +252,8 @@ def test_template_whose_expression_cannot_be_interrupted_ends_the_process(monkey
     template = functools.partial(ChatTemplate, ByteTokenizer(), name="a template")
     child = os.fork()
     if child == 0:
-        resource.setrlimit(resource.RLIMIT_CPU, (9, resource.RLIM_INFINITY))  # if SIGPROF does not come
+        # without the signal SIGPROF, which the test expects, this limit ends the child after 9 CPU seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (9, resource.RLIM_INFINITY))
         try:
             template("{{ 9 ** (9 ** 9) }}").render([ASK])
         finally:

@@ -179,7 +179,7 @@ def test_resumed_run_keeps_the_weight_format_of_its_checkpoint():
         # the checkpoint's run has chosen no format, because it had one node or another scheme
         ("--bf16 --zeropp", {"zeropp": True, "zero_weight_delta": "auto"}, "auto"),
         ("--bf16 --zeropp", {"zeropp": False, "zero_weight_delta": "auto"}, "auto"),
-        # this run does not choose a format: it has no --zeropp, fp32 compute, or given flags
+        # this run has no format to choose: it has no --zeropp, or it computes in fp32, or a flag sets the format
         ("--bf16", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),
         ("--zeropp", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),  # fp32 compute has no lossless deltas
         ("--bf16 --zeropp --zero-quantized-weights", {"zeropp": True, "zero_weight_delta": "lossless"}, "auto"),

@@ -9,8 +9,8 @@ from helpers.program import ROOT, run_program
 from helpers.tiers import chosen
 
 EXAMPLES = sorted((ROOT / "tools/examples").glob("*.py"))
-# The slow tier runs this example. The nightly tier runs the others, because tests/drop_in already has their training
-# loops, and mixtures of experts.
+# Example that the slow tier runs. The others are nightly, because tests in tests/drop_in already run their training
+# loops and their mixtures of experts.
 DISTINCT = ("own_loop",)
 NEEDS = {"accelerate_loop": "accelerate", "trainer": "accelerate", "torchtitan_llama": "torchtitan"}
 

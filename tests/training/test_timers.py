@@ -1,6 +1,6 @@
-"""Test the uses of a step's spans:
+"""Test what a run makes of the spans of its steps, and torch's profiler.
 
-Megatron-LM's timers, the report of slow ranks, the timeline of one step, and torch's profiler.
+From spans a run makes Megatron-LM's timers, the report of slow ranks, and the timeline of one step.
 """
 
 import contextlib
