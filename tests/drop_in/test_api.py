@@ -358,6 +358,7 @@ def bytes_per_step(frozen: str, *, width: int = 16, bits: int = 16) -> list[int]
     handle = megazpp.zeropp(model, ranks_per_node=1, config=config(zero_weight_bits=bits))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1) if trained else None
+    # a step of an optimizer that has no parameters of the model must not make the model's weights cross nodes again
     own = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     sent, key = [], ("cross", "cross", "all_gather")
     for _ in range(3):
@@ -372,7 +373,10 @@ def bytes_per_step(frozen: str, *, width: int = 16, bits: int = 16) -> list[int]
 
 
 def test_frozen_weights_cross_nodes_only_once():
-    """Each rank has a half of the parameters, and sends 4 bytes per element of them to the only other node."""
+    """Each rank has half of the parameters, and sends 4 bytes per element of them to the only other node.
+
+    From the second step on, it may send trained parameters only.
+    """
     matrix, bias = 4 * 16 * 16 // 2, 4 * 16 // 2
     whole = 4 * (matrix + bias)
     for frozen, trained in {
@@ -416,7 +420,10 @@ def test_weights_frozen_with_zero_gradients_cross_nodes_while_they_change():
 
 
 def test_only_the_trained_part_of_quantized_weights_crosses_nodes():
-    """An 8-bit block of 256 elements is sent with a 2-byte scale, and biases are sent as 4 bytes per element."""
+    """After the first step, only the trained half of each unit is sent.
+
+    An 8-bit block of 256 elements is sent with a 2-byte scale, and biases are sent as 4 bytes per element.
+    """
     for sent in ranks(2).run(bytes_per_step, ".0.", width=64, bits=8):
         matrix, bias = 64 * 64 // 2 // 256 * (256 + 2), 4 * 64 // 2
         assert sent[1:] == [2 * (matrix + bias)] * 2

@@ -689,6 +689,7 @@ def test_gradients_on_one_node_match_plain_fsdp2():
 
 @pytest.mark.parametrize("name", cases(["one_rank_discards"], [pytest.mark.slow], [pytest.mark.nightly]))
 def test_training_loop_matches_plain_fsdp2(name):
+    """On four ranks, two on each of two nodes, gradients are also summed inside of nodes before they cross nodes."""
     compare_with_plain(name, 4, ("exact", "exact, no overlap"))
 
 

@@ -191,7 +191,7 @@ def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):
     finish(a, again, c)
     assert "state of version" in again.output()
     scales = [float(scale) for scale in re.findall(r"loss scale: (\S+)", again.output())]
-    assert scales[0] < 2**32  # the members' loss scale, not the initial one
+    assert scales[0] < 2**32  # the new group has taken a member's loss scale; the initial one is 2**32
     site.check_all_merged_once(150)
     assert "ERROR" not in site.coordinator.output()
     assert validation(tmp_path / "a") == validation(tmp_path / "b") == validation(tmp_path / "c")

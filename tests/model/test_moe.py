@@ -75,7 +75,7 @@ def test_weighted_sum_equals_plain_operations():
 
 @pytest.mark.slow
 def test_compiled_gating_equals_plain_operations(monkeypatch):
-    """Compare by torch.compile's back end "aot_eager". It needs no C++ compiler, which would take most of the time."""
+    """Compile with the back end "aot_eager", because torch.compile's C++ compiler would take most of the time."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     assert_equal_operations(Gating(compiled=True), Gating(compiled=False), (8,), (8,))
 

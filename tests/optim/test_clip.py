@@ -84,8 +84,8 @@ def measure_padded(case: Case) -> tuple[StepRecord, float, float]:
 def test_vocabulary_padding_enters_no_statistic(style):
     """Check that padding rows of the vocabulary enter neither norms nor the number of zero gradients.
 
-    The matrix of 101 tokens has 256 rows. Of four ranks, one holds rows with and without padding, and others hold only
-    padding.
+    The matrix of 101 tokens has 256 rows. Of four ranks, one holds only tokens, one holds tokens and padding, and two
+    hold only padding.
     """
     case = Case(model=replace(style, make_vocab_size_divisible_by=128), steps=1)
     plain = GPTModel(replace(style, make_vocab_size_divisible_by=1), vocab_size=101)

@@ -146,7 +146,7 @@ def generate() -> None:
         assert not any(unit.is_unpacked for unit in frozen.units)
         model(torch.ones(1, WIDTH))
     assert gathers(dims)[0] == 8
-    assert_same(model, frozen, None)  # after inference mode has ended, the units are gathered for each use as before
+    assert_same(model, frozen, None)  # after inference mode has ended, forward and backward work as in a new model
 
 
 def test_kept_weights_are_gathered_once_for_any_number_of_tokens():

@@ -48,19 +48,19 @@ DIFFERENT: dict[tuple[str, str], tuple[Any, Any, str]] = {
     ("", "gradient_checkpointing"): (None, True, "recomputation changes no result; it is chosen by memory (--plan)"),
     ("", "bf16"): (False, None, "the checkpoint decides the precision"),
     ("", "logging_steps"): (100, 10, "Megatron's; changes no result"),
-    ("", "save_steps"): (None, 500, "Megatron's; there is always one at the end"),
+    ("", "save_steps"): (None, 500, "Megatron's; a checkpoint is always saved at the end"),
     ("", "eval_steps"): (1000, None, "Megatron's; evaluation is on if there is held-out data"),
     ("", "per_device_train_batch_size"): (None, 8, "one of the batch sizes has to be given"),
-    ("", "max_steps"): (None, -1, "the run's length has to be given, TRL has three epochs"),
+    ("", "max_steps"): (None, -1, "the run's length has to be given; in TRL it is three epochs"),
     ("", "seed"): (1234, 42, "Megatron's"),
     ("", "dataloader_num_workers"): (2, 0, "threads; the order of the data does not depend on them"),
     ("SFTConfig", "completion_only_loss"): (True, None, "None is True where data has prompt and completion"),
-    ("GRPOConfig", "steps_per_generation"): (1, None, "ours are optimizer steps: None is one of these"),
-    ("RLOOConfig", "steps_per_generation"): (1, None, "the same"),
+    ("GRPOConfig", "steps_per_generation"): (1, None, "ours counts optimizer steps; TRL's None means one"),
+    ("RLOOConfig", "steps_per_generation"): (1, None, "as for GRPOConfig"),
     ("GRPOConfig", "log_completions"): (2, False, "a number of completions; changes no result"),
-    ("RLOOConfig", "log_completions"): (2, False, "the same"),
+    ("RLOOConfig", "log_completions"): (2, False, "as for GRPOConfig"),
     ("RLOOConfig", "num_generations"): (8, 2, "RLOO is an advantage estimator here, and uses GRPO's settings"),
-    ("RLOOConfig", "beta"): (0.0, 0.05, "the same; the divergence is in the loss and not in the reward"),
+    ("RLOOConfig", "beta"): (0.0, 0.05, "as num_generations; the divergence is in the loss and not in the reward"),
     ("PPOConfig", "response_length"): (512, 53, "one limit for all completions; 53 cuts most answers"),
     ("PPOConfig", "temperature"): (1.0, 0.7, "completions are sampled from the policy as it will be used, as in GRPO"),
 }
@@ -103,30 +103,30 @@ UNMATCHED = {
     """,
     "GPT-2's dropout is always off here, whatever the objective": "disable_dropout",
     "epochs are shuffled for every objective; SFT's sampler shuffles in TRL": "shuffle_dataset",
-    "the global batch decides, and how many micro-batches it takes follows": "gradient_accumulation_steps",
+    "the number of micro-batches follows from the global batch size": "gradient_accumulation_steps",
     "the run's length is --train-iters": "num_train_epochs total_episodes num_total_batches",
-    "no result depends on how it is computed, how ranks are started and how data is loaded": """
+    "changes how results are computed, ranks are started or data is loaded, but no result": """
         activation_checkpointing* gradient_checkpointing_kwargs torch_* use_cache pad_to_multiple_of
         precompute_ref_batch_size ds3_gather_for_generation cache_implementation use_transformers_*
         transformers_continuous_batching_config local_rollout_forward_batch_size dataset_num_proc full_determinism
         use_cpu accelerator_config parallelism_config ddp_* fsdp* deepspeed world_size
         dataloader_* remove_unused_columns label_names length_column_name
     """,
-    "no result depends on files, the Hub, the log, and held-out data": """
+    "about files, the Hub, the log or held-out data, on which no result depends": """
         output_dir logging_* log_* include_num_input_tokens_seen disable_tqdm report_to run_name project trackio_*
         save_* enable_jit_checkpoint push_to_hub hub_* metric_for_best_model greater_is_better debug
         skip_memory_metrics restore_callback_states_from_checkpoint resume_from_checkpoint num_completions_to_print
         num_sample_generations eval_* per_device_eval_batch_size prediction_loss_only include_for_metrics
         batch_eval_metrics do_*
     """,
-    "names of models, of an example's command line": "sft_model_path reward_model_path *_adapter_name",
-    "set by the trainer": "batch_size local_batch_size mini_batch_size local_mini_batch_size",
+    "names of models on the command line of an example": "sft_model_path reward_model_path *_adapter_name",
+    "TRL's trainer computes it": "batch_size local_batch_size mini_batch_size local_mini_batch_size",
 }
 # Flags that have the same name in this project and in TRL, but different meanings: the reason why TRL's default does
 # not apply.
 OTHER_THING = {
-    "micro_batch_size": "set by the trainer",
-    "local_rank": "torchrun says it",
+    "micro_batch_size": "TRL's trainer computes it",
+    "local_rank": "torchrun sets it",
 }
 
 
