@@ -113,6 +113,7 @@ def test_large_file_is_identified_by_its_size_and_pieces(tmp_path):
 
 
 def test_number_of_samples_changes_the_order_only_by_epochs(describe):
+    """Samples are shuffled by epochs, so the length of a run changes their order only with its number of epochs."""
     epoch = describe("a")["sources"][0][3]
     assert 250 < epoch < 300
     counts = [COUNTS._replace(train=count) for count in (epoch - 50, epoch - 1, epoch + 1, 2 * epoch)]

@@ -106,6 +106,7 @@ def test_clean_up_in_the_files_removes_no_space_from_a_text(tmp_path):
 
 
 def test_rows_are_printed_in_order_and_the_first_open_one_as_it_grows():
+    """Text of the second row must wait until the first row has ended at its stop string."""
     out, rows = io.StringIO(), [Continuation(BYTES, [], ("!",)) for _ in range(2)]
     stream = Stream([Start([0], "A:"), Start([0], "B:")], rows, out)
     seen = []

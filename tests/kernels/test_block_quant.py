@@ -159,6 +159,7 @@ def test_without_c_compiler_reference_runs_and_backend_says_why(monkeypatch):
 
 
 def test_only_equal_triton_launches_are_repeated_and_checks_still_run(monkeypatch):
+    """A prepared launch is repeated with any address, but only for the same shape, strides, dtype and alignment."""
     launched, repeated = [], []
 
     def launch(x: Tensor, *others: object) -> Any:

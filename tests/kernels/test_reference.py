@@ -230,6 +230,7 @@ def test_error_average_keeps_the_share_beta_of_the_earlier_error():
 
 
 def test_damaged_error_buffer_recovers_after_one_step():
+    """A NaN in the stored error makes one message NaN, but must not remain in the stored error."""
     x, error = torch.ones(32), zeros(32, INT8)
     error[1].fill_(torch.nan)
     assert there_and_back(x, INT8, error).isnan().all()

@@ -319,6 +319,7 @@ def test_newton_schulz_gives_singular_values_near_one_or_zeros():
 
 
 def test_owners_share_a_nodes_work_and_cover_every_row():
+    """In a node, no rank has more than 1.1 times the mean work. All nodes together orthogonalize each row once."""
     shapes = {
         "qkv": ((120, 64), 0, (16, 8, 8)),
         "proj": ((64, 32), 1, (64,)),

@@ -6,6 +6,7 @@ from megazpp.packed_weights.reader import sum_of_bits, wrapped
 
 
 def test_tensor_checksum_is_the_sum_of_its_boxes_and_sees_positions():
+    """Ranks read a tensor in boxes of any shape. Swapped elements, or another tensor's name, must change the sum."""
     whole = torch.randn(3, 4)
     total = sum_of_bits("x", whole, (0, 0), whole.shape)
     boxes = [(0, 0, whole[:1]), (1, 0, whole[1:, :3]), (1, 3, whole[1:, 3:])]

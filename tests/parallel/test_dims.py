@@ -95,6 +95,7 @@ def test_training_with_any_rank_order_matches_block_order(order, case):
 
 
 def test_hsdp_makes_one_copy_per_fast_domain():
+    """Here a fast domain is a rack of two nodes. A copy of the model is sharded over the four ranks of a rack."""
     racks = Cluster(num_nodes=4, ranks_per_node=2, domain_size=4)
     layout = plan_dims(ParallelConfig(hsdp=True), racks, zero_stage=3)
     assert (layout.replicate, layout.cross, layout.local) == (2, 1, 4)

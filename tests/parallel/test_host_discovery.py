@@ -73,6 +73,7 @@ def never() -> Cluster:
 
 
 def test_survey_overrides_the_launcher_but_not_the_flags():
+    """The survey (host discovery) replaces the cluster of the launcher's variables, unless flags describe a cluster."""
     announced = Cluster(num_nodes=4, ranks_per_node=1)
     for config in (ClusterConfig(emulate_nodes=2), ClusterConfig(cluster_file="cluster.yaml")):
         found = resolve_cluster(worker(1, 4, dist.HashStore()), config, announced, on_one_machine=never)

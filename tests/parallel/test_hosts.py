@@ -147,6 +147,7 @@ def test_killed_host_ends_the_job_within_seconds_with_its_name(monkeypatch):
 
 
 def test_only_hosts_that_have_not_left_are_taken_for_killed(monkeypatch):
+    """When all connections are gone, the error must name host gamma, and not host beta, which has ended its job."""
     connected = {"127.0.0.1"}
     monkeypatch.setattr(hosts, "connected_to", lambda port: connected)
     with connected_hosts(3) as (here, left, killed, _):

@@ -221,6 +221,7 @@ def test_broken_connection_is_reported_in_one_line_without_frames(monkeypatch, c
 
 
 def test_rank_with_the_store_ends_after_the_others_have_read_the_failure(monkeypatch):
+    """Without a launcher, rank 0 hosts the store, and the failure is lost for other ranks if rank 0 ends first."""
     monkeypatch.setattr(worker, "REPORT_SECONDS", 0.2)
     monkeypatch.delenv(AGENT_STORE, raising=False)
     store, began = dist.HashStore(), time.monotonic()

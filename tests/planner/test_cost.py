@@ -74,6 +74,10 @@ def test_small_all_reduce_uses_tree_and_one_rank_costs_nothing():
 
 
 def test_product_costs_full_tiles_or_bytes_and_memory_pass_its_share():
+    """A matrix product takes the time of its full tiles or of its bytes, whichever is longer.
+
+    A pass over memory reaches the share `Efficiency.memory` of the data sheet's bandwidth.
+    """
     costs = ClusterCosts(layout(), Efficiency(matrix=0.5, memory=0.25))
     full = 2 * 1024 * 1024 * 4096 / 50e12
     product = Operation("matrix", 0, m=1024, n=1024, k=4096, batch=1.0)
@@ -99,6 +103,7 @@ def test_device_of_unknown_speed_has_no_host_time():
 
 
 def test_cpu_rank_encodes_at_its_own_rate_and_computes_beside_nothing_but_the_network():
+    """`beside` gives the seconds by which a second of a collective delays compute: on CPUs 1 in a node, 0 outside."""
     gpu = ClusterCosts(layout(), Efficiency())
     # encoding reads old and new weights twice, and writes the message of 0.1 GB
     assert gpu.encode(10**9, 10**8) == pytest.approx(4.1e-3)

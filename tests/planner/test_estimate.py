@@ -47,6 +47,7 @@ def pair(links: Links | None = LINKS, device: Device | None = DEVICE) -> Cluster
 
 @pytest.mark.parametrize("flags", ["", "--zeropp", "--tensor-model-parallel-size 2", "--hsdp", ACROSS])
 def test_node_cross_bytes_equal_the_sum_over_its_ranks(flags):
+    """The estimate simulates one rank and scales its bytes to a node. The test simulates every rank."""
     run, cluster = config(f"--micro-batch-size 4 {flags}"), Cluster(num_nodes=2, ranks_per_node=4)
     plan, own, crossing = plan_run(run, cluster, device_type="cpu"), estimate(run, cluster), 0
     for rank in range(cluster.world_size):

@@ -127,6 +127,7 @@ def test_every_layout_gives_the_numbers_of_one_process(world, layout, objectives
 
 
 def test_dpo_begins_with_the_rewards_of_its_reference():
+    """DPO's rewards measure the distance from the reference, so they are zero while the policy still equals it."""
     first = in_one_process("dpo")[0]
     assert first["logps/chosen"] < -1.0
     assert [first[f"rewards/{x}"] for x in ("chosen", "rejected", "margins")] == pytest.approx([0.0] * 3, abs=1e-5)
