@@ -52,8 +52,8 @@ def try_loads(rows: list[tuple[dict[str, Any], dict[str, Any], str]]) -> None:
     """Load each row's checkpoint, and check the log lines or the error. A failed load must change no state.
 
     Args:
-        rows: checkpoint flags of the loading run, changed fields of its run.json, and a pattern for the error, or for
-            the log lines and the progress from which the run continues.
+        rows: (checkpoint flags of the loading run, changed fields of its run.json, pattern). The pattern must match the
+            error, or the log lines and the progress from which the run continues.
     """
     attempt = Attempt(CASE)
     checkpoints = attempt.checkpoints

@@ -251,13 +251,18 @@ def test_checkpoints_load_with_and_without_zeropp(case, tmp_path):
 
 
 def resume(folder: str, kind: str, moment: str) -> None:
+    """Check that a loaded run, and a run that loads from a new save of this run, repeat the losses of the first run.
+
+    The new save of the state of ZeRO++ happens before any step has used the loaded state. `moment` is an argument
+    `handle` of `Run.load`.
+    """
     run = Run(kind)
     run.steps(0, 2)
     run.save(folder)
     expected, again = run.steps(2, 5), Run(kind, seed=1)
     again.steps(0, 1)  # after this step, `again` has error feedback and resident weights, which the load must replace
     again.load(folder, handle=moment)
-    again.handle.save(f"{folder}/again")  # the loaded state must be saved again although no step has used it yet
+    again.handle.save(f"{folder}/again")  # no step has used the loaded state yet
     assert again.steps(2, 5) == expected
     third = Run(kind, seed=2)
     third.load(folder, handle="not at all")

@@ -246,6 +246,16 @@ def build(kind: str | None, case: dict[str, Any]) -> tuple[Any, Any, torch.optim
 
 
 def steps(model: Any, handle: Any, optimizer: torch.optim.Optimizer, case: dict[str, Any], count: range) -> list[float]:
+    """Train the steps whose numbers are in `count`, and return the loss of each micro-batch.
+
+    Random tokens follow from the numbers of the step, the micro-batch and the data rank. `handle` is None for plain
+    FSDP2. Entries of `case` that matter here:
+        accumulate: micro-batches per step.
+        signal: "sync" or "accumulate": the way to announce a step's last backward.
+        compile: True to compile the model.
+        idle: True if all tokens are equal, so that some experts get no tokens.
+        tp: ranks that get the same data.
+    """
     losses, accumulate = [], case.get("accumulate", 1)
     call = torch.compile(model, backend="eager") if case.get("compile") else model
     for step in count:
@@ -361,8 +371,8 @@ def test_shards_of_experts_cross_nodes_once_per_step():
     default = ranks(RANKS).run(crossed_bytes, "default", {})
     parameters = sum(parameter.numel() for parameter in Mixture().parameters())
     for (sent, axes), (several, _), (quantized, _) in zip(each, micro_batches, default, strict=True):
-        # Each rank sends weights and gradients in fp32 in 2 steps. The tolerance covers padding, and 16 bytes in each
-        # message with gradients for flags, which say whether a parameter has a gradient
+        # Each rank sends weights and gradients in fp32 in 2 steps. The tolerance covers padding, and 16 bytes of flags
+        # in each message with gradients. A flag says whether a parameter has a gradient.
         assert sent == pytest.approx(2 * 2 * 4 * parameters / RANKS, rel=0.03)
         assert several == sent
         assert quantized < sent / 4
@@ -370,6 +380,7 @@ def test_shards_of_experts_cross_nodes_once_per_step():
 
 
 def resume(folder: str, kind: str, recipe: str) -> None:
+    """Check that a new run repeats the losses of a run whose checkpoint and state of ZeRO++ of step 2 it has loaded."""
     case = {"recipe": recipe, "bf16": True}
     run = build(kind, case)
     steps(*run, case, range(2))

@@ -340,6 +340,10 @@ ALONE = {action.__name__: action for action in (probe, step_alone, announce_alon
 
 
 def act_alone(config: dict[str, Any] | None, name: str, acting: int) -> list[float]:
+    """Train two steps, after each of which only rank `acting` does the action `name` of ALONE; return all losses.
+
+    Each step is followed by an evaluation before the action and one after it.
+    """
     model, optimizer, handle = build(config, bf16=config is None or "zero_weight_delta" in config)
     losses = []
     for sample in range(2):

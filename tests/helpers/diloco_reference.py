@@ -11,7 +11,7 @@ each fragment:
                 R = R - outer_lr * (difference + outer_momentum * momentum)                 (Nesterov)
     merge   in the same iteration if the delay is 0
 
-The fraction of a group is its number of tokens since the last send of the fragment, divided by that of all groups.
+The fraction of a group is its number of tokens since the last send of the fragment, divided by all groups' tokens.
 After the last iteration every fragment is sent, and x = R on all groups.
 """
 

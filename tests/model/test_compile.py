@@ -75,8 +75,9 @@ def graphs() -> int:
 def eager_and_compiled(model: GPTConfig, sequence_parallel: bool, float8: Float8Format | None) -> dict[str, Any]:
     """Run two steps with an eager model and with a compiled one.
 
-    Return losses, gradients and traffic of both models, the number of graphs, the graph breaks by reason, and the
-    shapes of the tensors that the compiled model saved for backward.
+    Returns:
+        "eager" and "compiled": losses and gradients of both steps, and traffic. "graphs": number of graphs. "breaks":
+        number of graph breaks by reason. "kept": shapes of the tensors that the compiled model saved for backward.
     """
     found: dict[str, Any] = {}
     product = None if float8 is None else float8_product(float8, emulate=True)

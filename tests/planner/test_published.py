@@ -1,9 +1,9 @@
 """Compare the planner with published measurements. The errors are recorded, so a change of them fails a test.
 
 The calibration (fractions of data-sheet rates) is fitted to the rows in FITTED, and for H100 of 500 W to the run inside
-one node. Nothing is fitted to the other rows. But some of them were known when formulas were chosen: the ZeRO++ rows
-for the path from ranks to shared network adapters, and the SDP4Bit rows for the rule which nodes have such a path
-(`shares_adapters`), and for Megatron-LM's attention.
+one node. Nothing is fitted to the other rows. But some formulas were chosen with knowledge of some rows. The ZeRO++
+rows were known for the path from ranks to shared network adapters. The SDP4Bit rows were known for the rule which nodes
+have such a path (`shares_adapters`), and for Megatron-LM's attention.
 
     ZeRO++      arXiv 2306.10209, figures 9 and 10, and the DeepSpeed project's article: 384 V100 in 24 DGX-2, fp16, no
                 gradient accumulation; TFLOP/s per GPU of ZeRO-3 and ZeRO++, as the charts print them

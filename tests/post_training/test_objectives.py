@@ -182,10 +182,10 @@ def test_losses_entropy_and_values_match_plain_logits():
 
 
 def mean_with_nothing() -> tuple[dict[str, float], float, list[str]]:
-    """Compute means without any counted token.
+    """Compute means without any counted token, and evaluate two batches, of which only the second one has a metric.
 
-    Return the metrics of a step with an empty mask, the mean loss of an evaluation in which only the second step has a
-    metric, and the lines that the evaluation logs.
+    Returns:
+        (metrics of a step with an empty mask, mean loss of the evaluation, lines that the evaluation logs).
     """
     _, dims = build(OBJECTIVES["dpo"])
     sums = StepSums(dims)

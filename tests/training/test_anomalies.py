@@ -70,7 +70,7 @@ def test_non_finite_loss_or_gradient_ends_the_job_or_skips_the_step():
     """Test which non-finite numbers end the job.
 
     With a dynamic loss scale that can decrease, an infinite or NaN gradient only skips the step, but a NaN or infinite
-    loss still ends the job. Without --check-for-nan-in-loss-and-grad, both skip the step.
+    loss still ends the job. Without --check-for-nan-in-loss-and-grad, such losses and gradients only skip the step.
     """
     dynamic, unchecked = {"scaler": scaler()}, {"check": False}
     lowest, tolerant = ({"scaler": scaler(initial_loss_scale=1.0, hysteresis=h)} for h in (1, 2))

@@ -29,9 +29,10 @@ OPERATIONS = {"_fused_adamw_": "update"} | dict.fromkeys(("_local_scalar_dense",
 
 
 def seen_by_the_host(case: Case, waits: bool) -> list[str]:
-    """Return the host's updates, reads and waits in three steps and a final wait, in their order.
+    """Return what the host does in three steps and a final wait, in order.
 
-    "wait" stands for each operation in which the host waits for a result of the device, outside the patched calls.
+    "backward" stands for forward and backward, "update" for an optimizer's update, and "numbers" for a read of a step's
+    loss and gradient norm. "wait" stands for any other operation in which the host waits for a result of the device.
     """
     step, _ = build_step(case)
     guarded(step, case, None, waits=waits)

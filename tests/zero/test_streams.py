@@ -30,6 +30,7 @@ def submit_without_waiting(queue: Any, task: Any, *, after: Any = (), since: Any
     return SUBMIT(queue, task, after=after, since=since or mock.Mock())
 
 
+# name of an injected error: the object, its attribute, and the replacement of this attribute
 BREAKAGES: dict[str, tuple[Any, str, Any]] = {
     "waiting for a work does not wait": (comm_queue._StreamWork, "join", lambda work: work._result),
     "a queue does not wait for its caller": (comm_queue.StreamQueue, "submit", submit_without_waiting),
@@ -39,6 +40,10 @@ BREAKAGES: dict[str, tuple[Any, str, Any]] = {
 
 
 def train(case: Case, breakage: str = "") -> list[str]:
+    """Train on simulated CUDA streams, and return the races and early reuses of memory that were found.
+
+    `breakage` is the key of an error in BREAKAGES to inject; "" injects none.
+    """
     with simulated_streams() as streams, pytest.MonkeyPatch.context() as patch:
         if breakage:
             patch.setattr(*BREAKAGES[breakage])

@@ -117,7 +117,7 @@ def test_hpz_is_bit_identical_to_no_hpz():
 class Sent(NamedTuple):
     by: dict[tuple[str, str], int]  # sent bytes by axis and collective
     planned: tuple[int, int, int]  # message bytes of all units: weights, gradients inside nodes, gradients across nodes
-    elements: int  # elements of the model, including padding
+    elements: int  # elements of the whole model, including the padding of shards
 
 
 def bytes_of_one_step(case: Case) -> Sent:
