@@ -151,7 +151,7 @@ STORED: list[tuple[Any, str]] = [  # a change to the file of rank 1, as a functi
 
 @pytest.mark.parametrize(("change", "message"), STORED)
 def test_rank_whose_tensors_are_not_of_the_same_checkpoint_is_refused(tmp_path, change, message):
-    """Such tensors would otherwise be joined with the tensors of the other ranks, or be taken for weights."""
+    """Without these checks, rank 1's changed tensors would be joined with rank 0's, or be converted as weights."""
     file = write_megatron(tmp_path, weights_of(GPT), GPT, tp=2) / "iter_0000100" / "mp_rank_01" / "model_optim_rng.pt"
     torch.save(change(torch.load(file, weights_only=False)), file)
     with pytest.raises(ValueError, match=message):

@@ -501,7 +501,10 @@ def test_each_block_is_wrapped_once_and_inner_blocks_first():
 
 
 def test_nodes_are_discovered_by_the_current_gpu(monkeypatch):
-    """Some launchers show each process only one GPU, which is cuda:0 for every local rank."""
+    """Some launchers show each process only one GPU, which is cuda:0 for every local rank.
+
+    So the device to describe must be CUDA's current device and not the device with the number LOCAL_RANK.
+    """
     found = list[torch.device]()
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -350,7 +350,10 @@ def test_random_schedules_merge_every_sample_once_in_one_chain(examples, fragmen
 
 @pytest.mark.parametrize(("grace", "columns"), [(1.0, {0, 1}), (math.inf, {0})])
 def test_fast_group_takes_cells_of_others_unless_it_waits_for_all(grace, columns):
-    """Group 0 finishes its cell of the last, short block before group 1 has asked for a cell."""
+    """Group 0 finishes its cell of the last, short block before group 1 has asked for a cell.
+
+    It may then lease group 1's cell too, unless rounds wait for all groups (an infinite grace).
+    """
     world = World(RULES._replace(groups=2, iterations=2, grace=grace))
     world.start(0)
     world.start(1)

@@ -119,7 +119,7 @@ def test_garbage_is_refused(listener, data):
 
 
 def test_proof_of_one_side_does_not_authenticate_the_other(listener):
-    """A peer without the secret reflects the server's own number and proof back to the server."""
+    """A peer without the secret sends the server's own random number and proof back, which the server must refuse."""
     with socket.create_connection(listener.address) as sock:
         greeting = sock.recv(len(wire.GREETING) + wire.NONCE_BYTES, socket.MSG_WAITALL)
         sock.sendall(greeting)

@@ -52,7 +52,7 @@ def check_regions() -> None:
         xs = [integers(rank, *(sliced if forward == "all_gather" else shape)) for rank in range(tp.size)]
         grads = [integers(100 + rank, *(sliced if backward == "all_gather" else shape)) for rank in range(tp.size)]
         x, grad = xs[tp.rank].clone(), grads[tp.rank].clone()
-        if strided:  # the same values in a non-contiguous memory layout
+        if strided:  # x and grad keep their values, but become non-contiguous
             x, grad = x.mT.contiguous().mT, grad.mT.contiguous().mT
         x.requires_grad_()
         given = x.clone(memory_format=torch.contiguous_format) if name.endswith("_") else x

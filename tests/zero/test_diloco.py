@@ -181,7 +181,10 @@ def test_four_bit_synchronization_keeps_replica_groups_identical():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_operation_of_the_outer_step_is_rounded_alone(device):
-    """numpy never fuses a multiplication and an addition into one rounding. torch does so with AVX2 and AVX-512."""
+    """numpy never fuses a multiplication and an addition into one rounding. torch does so with AVX2 and AVX-512.
+
+    With fused operations, the outer weights would depend on the processor.
+    """
     plan = plan_diloco(
         exact(20, outer_lr=0.7, outer_momentum=0.6), ZeroConfig(), iterations=1, num_layers=1, tokens_per_step=1
     )

@@ -61,7 +61,10 @@ def test_stored_errors_are_clipped_with_gradients_once_per_step(zero, micro_batc
 
 
 def test_first_steps_error_is_averaged_with_beta():
-    """The tolerance covers the rounding of two bf16 scales, one in each of the compared buffers."""
+    """After the first step, the scales of the averaged errors are 0.2 (1 - beta) times the scales without an average.
+
+    The tolerance covers the rounding of both scales to bf16.
+    """
     cases = [Case(nodes=2, zero=zero, steps=1) for zero in (FEEDBACK, AVERAGED)]
     for of_ranks in zip(*(ranks(4).run(watched_steps, case, 0.25) for case in cases), strict=True):
         all_of_it, share = (result["noted"][0][1] for result in of_ranks)
