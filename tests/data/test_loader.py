@@ -1,6 +1,6 @@
-"""Test batch loading:
+"""Test the loading of batches.
 
-Megatron's masks and positions, each data rank's samples of a step, and loading ahead in threads.
+Masks and positions are Megatron's, each data rank gets its samples of a step, and threads load later steps ahead.
 """
 
 import itertools

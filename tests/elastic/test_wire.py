@@ -165,7 +165,7 @@ def test_rank_that_does_not_read_delays_no_one_and_gets_the_newest_state(tmp_pat
 
     monkeypatch.setattr(Rounds, "state", numbered)
     monkeypatch.setattr(coordinators, "PUSH_SECONDS", 0.01)
-    monkeypatch.setattr(coordinators, "HEARTBEAT_SECONDS", 60.0)  # these ranks send no reports
+    monkeypatch.setattr(coordinators, "HEARTBEAT_SECONDS", 60.0)  # ranks without reports must not count as lost here
     coordinator = Coordinator(tmp_path, HERE, SECRET, say=lambda line: None)
     slow, fast = (connect(coordinator.address, SECRET, seconds=60) for _ in range(2))
     for name, channel in (("slow", slow), ("fast", fast)):

@@ -158,8 +158,8 @@ class Check:
     def run(self, words: str, log: Path, seconds: float, *, on_ranks: bool = False) -> int | None:
         """Run a Python program to its end, and stop it and its child processes at the time limit.
 
-        At the limit a program gets SIGINT, and SIGKILL a few seconds later, so that pytest can report its failures so
-        far.
+        At the limit a program gets SIGINT, after which pytest can still report its failures so far. SIGKILL follows a
+        few seconds later.
 
         Args:
             words: arguments of the interpreter, separated by blanks.

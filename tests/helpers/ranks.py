@@ -113,7 +113,7 @@ def _fork_server(python: str, command: list[str], passed: list[int]) -> int:
         passed: the server's files: its socket, and the end of a pipe on which it waits for the end of this process.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork of a process with threads, here of pytest-xdist
+        warnings.simplefilter("ignore", DeprecationWarning)  # forks beside pytest-xdist's threads
         child = os.fork()
     if child:
         return child

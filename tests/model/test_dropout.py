@@ -153,9 +153,9 @@ def compare_seeds(model: GPTConfig, sequence_parallel: bool) -> dict[str, torch.
 
 @pytest.mark.parametrize(("size", "sequence_parallel", "model"), [(1, False, HIDDEN_ONLY), (2, True, BOTH)])
 def test_dropout_depends_on_the_seed_and_is_off_in_evaluation(size, sequence_parallel, model):
-    """Check that losses, and gradients of replicated parameters, are equal on all tp ranks.
+    """Compare losses of several seeds on each rank, and check that losses are equal on all tp ranks.
 
-    Otherwise these parameters would diverge.
+    Gradients of replicated parameters must be equal on all tp ranks too; otherwise these parameters would diverge.
     """
     first, *others = ranks(size).run(compare_seeds, model, sequence_parallel)
     agreed = ["first", "second", "eval", *(name for name in first if name.endswith(("fc2.bias", "norm.weight")))]

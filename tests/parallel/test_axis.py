@@ -55,7 +55,7 @@ def check_collectives() -> None:
     assert axis.all_gather(mine).tolist() == [r for r in range(4) for _ in range(3)]
     assert axis.reduce_scatter(torch.arange(8.0)).tolist() == [8.0 * rank, 4 * (2.0 * rank + 1)]
     assert axis.all_to_all(10 * rank + torch.arange(4.0)).tolist() == [10 * sender + rank for sender in range(4)]
-    # Ranks 1 and 3 send to the other node in the ring. Each rank sends 3/4 of the buffer, twice that in an all-reduce
+    # In the ring, ranks 1 and 3 send to the other node. Each rank sends 3/4 of the buffer, in an all-reduce 2 x 3/4
     wire, other = ("cross", "local") if rank in (1, 3) else ("local", "cross")
     sent = {"all_reduce": 2 * 12 * 3 // 4, "all_gather": 48 * 3 // 4, "reduce_scatter": 24}
     # In an all-to-all each rank sends one of three parts to its neighbor, and two to the ranks of the other node

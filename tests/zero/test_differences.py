@@ -38,7 +38,7 @@ def take_step(step: TrainStep, case: Case, index: int) -> tuple[StepRecord, int]
 
 
 def shards_of(step: TrainStep, case: Case) -> list[torch.Tensor]:
-    """Return this rank's shard of each sharding unit's weights, a flat tensor in the compute dtype."""
+    """Return this rank's shards of the weights: one flat tensor in the compute dtype for each sharding unit."""
     return [gather.unit.shard_reader(case.precision.param_dtype)() for gather in step.sharding._gathers]
 
 
