@@ -112,8 +112,9 @@ def _fork_server(python: str, command: list[str], passed: list[int]) -> int:
         command: arguments of the interpreter, which end with "-c" and the server's code.
         passed: the server's files: its socket, and the end of a pipe on which it waits for the end of this process.
     """
+    # Python warns of a fork in a process with several threads, which pytest-xdist has started here
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forks beside pytest-xdist's threads
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child:
         return child
