@@ -57,6 +57,7 @@ CASES = {
 }
 
 
+# cases that train on two ranks; the other cases train on four
 TWO_RANKS = ("zero 0, fp16", "zeropp, reset, fp16", "differences, bf16", "replica groups, messages in flight, async")
 SLOW = (
     *("zero 0, fp16", "zeropp, reset, fp16", "zeropp, cp 2, tp 2, llama", "differences, fp16, tp 2, async"),

@@ -105,7 +105,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama3, a short context": ("llama", {"rope_parameters": LLAMA3 | ROPE | {"original_max_position_embeddings": 16}}),
 }
-DTYPES = {"gpt2 untied, exact gelu": torch.float16, "llama 3.2, one key head": torch.bfloat16}  # others are in fp32
+# dtypes of saved models; the others are in fp32
+DTYPES = {"gpt2 untied, exact gelu": torch.float16, "llama 3.2, one key head": torch.bfloat16}
+# models that the default tier converts
 FEW = (
     *("gpt2", "gpt2 untied, exact gelu", "llama grouped", "llama tied, biases, wide heads", "llama 3.2, one key head"),
     *("mistral with a window", "mistral without", "qwen2 tied, wide heads, scaled", "qwen3"),
@@ -124,6 +126,7 @@ def test_round_trip_keeps_every_bit_and_transformers_logits(name, tmp_path):
     ours = convert_folder(theirs, tmp_path / "ours")
     back = convert_folder(ours, tmp_path / "back")
     torch.testing.assert_close(file_tensors(back), file_tensors(theirs), **BITS)
+    # a Mistral without a window computes the same as a Llama, and is exported as one
     expected, as_llama = logits(theirs), name == "mistral without"
     torch.testing.assert_close(logits(back), expected, **(SUMS if as_llama else BITS))
     torch.testing.assert_close(our_logits(open_checkpoint(ours, None)[0]), expected, **SUMS)

@@ -1,7 +1,7 @@
 """Test torch.compile of layers: one graph per kind of layer, with the losses and gradients of eager layers.
 
-Except for one test, layers are compiled with torch's back end "aot_eager", which runs all of torch.compile but the C++
-compiler. The compiler would take most of the time.
+Except for one test, layers are compiled with torch's back ends "aot_eager" and "eager". Neither needs the C++ compiler,
+which would take most of the time. "aot_eager" runs all other parts of torch.compile, and "eager" only traces graphs.
 """
 
 import contextlib
