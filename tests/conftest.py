@@ -52,7 +52,7 @@ if not has_gpu():
 def pytest_configure(config: pytest.Config) -> None:
     if LIMIT in os.environ:
         config.pluginmanager.register(FileSeconds(float(os.environ[LIMIT])))
-    # In the main process of pytest-xdist, let it start the test processes as forks of a process with torch
+    # Let pytest-xdist's main process start the test processes as forks of a process that has imported torch
     if set(config.option.tx) == {"popen"}:
         config.option.tx = [f"popen//python={forked_python()} {WORKER}"] * len(config.option.tx)
 

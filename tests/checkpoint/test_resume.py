@@ -102,7 +102,7 @@ def test_evaluations_and_async_saves_change_no_result(straight, tmp_path, name):
     """Compare an uninterrupted run, a run with evaluations and asynchronous saves, and a resume from such a save.
 
     With lossless deltas, an evaluation before the save has sent the weight delta, so the resumed run must not send it
-    again. Without evaluation it must.
+    again. Without an evaluation, the resumed run has to send the delta.
     """
     case, save = CASES[name], {"save": str(tmp_path), "save_interval": 2, "async_save": True}
     evaluated = workers(name).run(run, case, STEPS, evaluates=True, **save)
@@ -118,8 +118,8 @@ def test_evaluations_and_async_saves_change_no_result(straight, tmp_path, name):
 def test_checkpoint_without_kept_weights_resumes_with_full_weights(tmp_path):
     """Alternate runs with and without lossless deltas on the same checkpoints.
 
-    Only lossless deltas save a secondary partition. A run without them, or in another dtype, ignores it. A run with
-    them that finds none sends full weights first.
+    Only runs with lossless deltas save a secondary partition. A run without lossless deltas, or in another dtype,
+    ignores the saved partition. A run with lossless deltas that finds no partition sends full weights first.
     """
     differences, flags = CASES["differences, bf16"], {"save": str(tmp_path), "load": str(tmp_path)}
     zeropp, in_fp16 = (dataclasses.replace(differences, **other) for other in ({"zero": ZEROPP}, {"precision": FP16}))

@@ -209,7 +209,7 @@ def assert_same(losses: list[float], expected: list[float]) -> None:
     """Assert equal losses.
 
     Two ranks can add gradients in one order only, so that losses are bit-identical. With more ranks, ZeRO++ adds
-    them in another order than gloo.
+    gradients in another order than gloo.
     """
     rel = 0.0 if dist.get_world_size() == 2 else 1e-4
     assert losses == pytest.approx(expected, rel=rel, abs=0.0)

@@ -131,8 +131,8 @@ class UnfrozenHalfway(Scenario):
     """One whole sharding unit and half of another are frozen at first, and trained from the third step on.
 
     They are frozen only after the optimizer was created, because some frameworks give the optimizer no frozen
-    parameters. They are frozen after a first forward, because in it FSDP2 with a bf16 policy needs a trainable
-    parameter in each unit.
+    parameters. They are frozen after a first forward, because the first forward of FSDP2 with a bf16 policy needs a
+    trainable parameter in each unit.
     """
 
     def begin(self, training: Training) -> None:

@@ -255,7 +255,7 @@ def test_muon_crosses_nodes_only_at_intervals_by_a_byte_per_element():
 def skip(case: Case) -> None:
     """Check that a step with NaN or Inf gradients changes no bit of weights and optimizer state.
 
-    The step after it must be the same as without it.
+    The next step must be the same as if the skipped step had not taken place.
     """
     ends = []
     for bad in (None, math.nan, math.inf):

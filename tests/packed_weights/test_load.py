@@ -300,8 +300,8 @@ def test_streamed_experts_give_the_tokens_and_losses_of_one_rank(mixture, tmp_pa
 def test_model_is_never_in_memory_twice_while_it_loads(monkeypatch):
     """Measure the peak memory while a streamed model is loaded.
 
-    It is the packed messages in their final memory, one more message, and the pieces of that message. Meta tensors
-    count too.
+    At the peak, the packed messages are in their final memory, with one more message and the pieces of that message.
+    Meta tensors count too.
     """
     empty, pinned = torch.empty, []
 

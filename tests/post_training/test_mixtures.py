@@ -72,7 +72,7 @@ def norm_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 def compare(model: GPTModel, objective: Any, batch: Any, theirs: Any, expected: torch.Tensor) -> None:
-    """Compare the loss and the gradient norm of our model with TRL's. They differ by fp32 sums in another order."""
+    """Compare the loss and the gradient norm of our model with TRL's, up to fp32 sums in another order."""
     objective.begin_step([batch])
     loss = objective.loss(model, batch)
     loss.backward()

@@ -133,7 +133,7 @@ def test_tokens_of_rows_of_any_length_are_summed_over_data_ranks():
 
 
 def send_some() -> list[TrafficRow]:
-    """Let rank 0 send more than others inside its node, and only it and its peer send over the cross axis.
+    """Let rank 0 send more than others inside its node, and let only rank 0 and its peer send over the cross axis.
 
     Return the traffic table.
     """

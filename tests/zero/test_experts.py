@@ -335,7 +335,7 @@ def noisy_choices(kept: bool) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_recomputation_repeats_the_choices_of_the_forward():
-    """Weights are bit-identical with and without recomputation. A recomputation that chose experts again would fail."""
+    """Weights are bit-identical with and without recomputation. A recomputation that chose other experts would fail."""
     for recomputed, plain in ranks(4).run(noisy_choices, True):
         torch.testing.assert_close(recomputed, plain, rtol=0.0, atol=0.0)
     with pytest.raises(AssertionError, match="CheckpointError"):
