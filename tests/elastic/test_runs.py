@@ -75,7 +75,7 @@ class Site:
         newest = max((self.path / "journal" / "coordinator").iterdir(), key=lambda path: int(path.stem.split("-")[1]))
         found: list[dict] = []
         for record in map(json.loads, newest.read_text().splitlines()):
-            if "begin" in record:  # the groups have started from this version, so later ones have been given up
+            if "begin" in record:  # the groups have started from this version, so later versions have been given up
                 found = [commit for commit in found if commit["commit"] <= record["begin"]]
             elif "commit" in record:
                 found.append(record)

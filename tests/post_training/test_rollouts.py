@@ -169,7 +169,7 @@ def test_every_layout_samples_and_trains_alike_with_short_rows(world, layout, na
 
 
 def compare_first_forward(case: PostCase) -> None:
-    """Compare log-probabilities in a rollout buffer, and from sampling, with those of the first training forward."""
+    """Compare log-probabilities in a rollout buffer, and from sampling, with the first training forward's."""
     loader = open_loader(case)
     model = loader.sampler.model.train()
     for batch in loader.step(0, BATCH):

@@ -41,7 +41,7 @@ DIFFERENT = {
     "OMP_NUM_THREADS=3": "OMP_NUM_THREADS) must be equal on all ranks, but is 1 and ",
     "ATEN_CPU_CAPABILITY=default": "ATEN_CPU_CAPABILITY can lower it) must be equal on all ranks, but is ",
 }
-# nightly cases: the code that finds these differences also finds those of the slow cases
+# nightly cases: the code that finds such a difference also finds the difference of a slow case
 ALIKE = ("--lr 0.5", "--save-to-run-dir", "TORCH_GLOO_LAZY_INIT=1", "ATEN_CPU_CAPABILITY=default")
 
 
