@@ -75,7 +75,7 @@ class Runs:
 def test_killed_ranks_lose_only_the_steps_since_the_last_checkpoint(tmp_path, kills, diloco):
     """A random rank is killed `kills` times, each time at a random moment: during the start, a step or a save.
 
-    The losses of all iterations must equal those of a run without faults. All restarts use the first start's run
+    The losses of all iterations must equal the losses of a run without faults. All restarts use the first start's run
     folder, although no flag names it.
     """
     calm, runs, length = Runs(tmp_path / "calm"), Runs(tmp_path, named=False), 20 * kills

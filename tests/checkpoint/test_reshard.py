@@ -76,6 +76,6 @@ def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, 
         kept, found = ({key: x[key] for key in x if there or part not in key} for x in (before, after))
         assert found == kept
     assert (two.notes, three.notes) == notes
-    if first is PLAIN:  # the losses after both resumes equal those of an uninterrupted run
+    if first is PLAIN:  # the losses after both resumes equal an uninterrupted run's losses
         losses = [loss for loss, _ in two.steps + three.steps]
         assert losses == pytest.approx(train_plain(PLAIN)["loss"][1:3], rel=ROUNDING)

@@ -287,7 +287,7 @@ def save_from(folder: str, kind: str) -> list[float]:
 def load_into(folder: str, kind: str, ranks_per_node: int) -> tuple[list[float], str]:
     """Resume from the checkpoint in another layout, and return the losses after it and the printed text.
 
-    The losses must equal those of a run that does not load the state of ZeRO++.
+    A run that does not load the state of ZeRO++ must have the same losses.
     """
     found = []
     for handle in ("after", "not at all"):

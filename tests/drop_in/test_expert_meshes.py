@@ -446,7 +446,7 @@ SPMD = "spmd" if len(RECIPES) > 1 else "apart"
     ],
 )
 def test_training_of_experts_resumes_with_another_degree(kind, recipe, saved_ep, ep, ranks_per_node, tmp_path):
-    """Lossless deltas and error feedback start anew, while weights and moments are those of the checkpoint."""
+    """Lossless deltas and error feedback start anew, while weights and moments come from the checkpoint."""
     ranks(RANKS).run(resume_with_another_degree, str(tmp_path), kind, recipe, saved_ep, ep, ranks_per_node)
 
 

@@ -622,7 +622,7 @@ def called_after_an_evaluation(mode: str) -> Run:
 
 @scenario
 def under_other_defaults(mode: str) -> Run:
-    """Train while torch's default device and dtype differ from those of the model, as in programs that set bf16."""
+    """Train while torch's default device and dtype differ from the model's, as in programs that set bf16."""
     # In its first step AdamW creates its state, which must not be on the device "meta" that is set below.
     run = Run(mode).train(1)
     torch.set_default_dtype(torch.float16)

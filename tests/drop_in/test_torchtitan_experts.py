@@ -124,7 +124,7 @@ def train(zeropp: bool, case: dict[str, Any]) -> tuple[dict[str, torch.Tensor], 
 
 
 def grouped_product(self: Any, **given: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each expert by its matrix, also the padding rows after those of the last expert."""
+    """Multiply the rows of each expert by its matrix, also the padding rows after the last expert's rows."""
     rows, matrices, ends = given["A"], given["B_t"], [0, *given["offs"].tolist()]
     parts = [rows[start:end] @ matrix for start, end, matrix in zip(ends, ends[1:], matrices, strict=False)]
     return torch.cat([*parts, rows[ends[-1] :] @ matrices[0]])

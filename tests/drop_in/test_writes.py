@@ -1,6 +1,6 @@
 """Test writes of a program to the weights of a model with `megazpp.zeropp`.
 
-ZeRO++ must notice each write before the next forward. On two ranks, losses are bit-identical to those of plain FSDP2.
+ZeRO++ must notice each write before the next forward. On two ranks, losses are bit-identical to plain FSDP2's.
 """
 
 import threading

@@ -412,7 +412,7 @@ def test_last_group_of_each_folder_that_leaves_saves():
         world.wait(0.5)
         assert savers() == expected
     world.rounds.groups["g1"].reports[0]["version"] = 1
-    assert world.rounds.state("g1", 0, world.now)["saves_last"]  # its weights are newer than those of group 0
+    assert world.rounds.state("g1", 0, world.now)["saves_last"]  # its weights are newer than group 0's
 
 
 def test_group_waits_at_the_end_of_the_run_for_the_save_of_another():

@@ -1,7 +1,7 @@
 """Run several jobs and a coordinator of elastic DiLoCo.
 
-Without faults, results equal those of fixed replica groups. A fault loses nothing but the work of the group that it
-hits.
+Without faults, results equal the results of fixed replica groups. A fault loses nothing but the work of the group
+that it hits.
 """
 
 import json

@@ -88,7 +88,7 @@ SPLITS = (
     f"{MIXTURE} --num-experts 4 --moe-ffn-hidden-size 1536 --expert-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel",
 )
-# the losses of these runs may differ from those of AdamW with ZeRO-3
+# the losses of these runs may differ from the losses of AdamW with ZeRO-3
 OTHER_ALGORITHMS = ("--optimizer", "--diloco-steps")
 NATS_APART = 0.02  # largest accepted difference of mean losses: several times the difference between two seeds
 # runs with fewer steps are not compared: losses fall so fast at first that rounding moves them by more than NATS_APART
@@ -341,7 +341,7 @@ def kernels(check: Check) -> None:
 def training(check: Check) -> None:
     """Train with each side (program and flags) of each case in `CASES`, and add a row with its speed for each.
 
-    MFU counts only the FLOPs of the model, without those of recomputation.
+    MFU counts only the FLOPs of the model, without the FLOPs of recomputation.
     """
     peak, longest = peak_flops(device_name(torch.device(check.device)), torch.bfloat16), 0.0
     for name, *sides in CASES if check.long else CASES[: check.size(SHORT_CASES, 2)]:
@@ -385,7 +385,7 @@ def streams(check: Check) -> None:
 
     Steps with overlap, random delays and NaN-filled freed memory on the communication streams must be bit-identical to
     undisturbed steps without overlap. So must steps with training states in host memory be. Among runs with the same
-    optimizer, each loss must be close to that of ZeRO-3.
+    optimizer, each loss must be close to ZeRO-3's.
     """
     splits = SPLITS[: 2 + check.long]
     for index, split in enumerate(splits):

@@ -62,8 +62,8 @@ class Attempt:
     def load(self, *, restarted: bool = False) -> TrainingProgress:
         """Open the folder of --save, resume from a checkpoint if the flags name one, and return the progress.
 
-        The progress is that of a new run if there is no checkpoint. `restarted` is True if the launcher has restarted
-        the run after a failure.
+        Without a checkpoint, the progress is a new run's. `restarted` is True if the launcher has restarted the run
+        after a failure.
         """
         source = choose_source(self.config, restarted=restarted)
         if self.folder is not None:

@@ -216,7 +216,7 @@ class SwappedAverage(Scenario):
 
 
 class DiscardedBatch(Scenario):
-    """`zero_grad` discards the gradients of step 1's first micro-batch, and later those of the whole step 2."""
+    """`zero_grad` discards the gradients of step 1's first micro-batch, and later all gradients of step 2."""
 
     accumulate = 2
 

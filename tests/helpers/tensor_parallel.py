@@ -158,7 +158,7 @@ def compare_slices(
 ) -> torch.nn.Module:
     """Compare the slices of a layer on this rank with the unsharded layer in fp64: output and all gradients.
 
-    The slices may differ by 1e-11 from those of the unsharded layer. Return the layer with this rank's slices.
+    The slices may differ by 1e-11 from the unsharded layer's. Return the layer with this rank's slices.
 
     Args:
         row: name of the test case for error messages.

@@ -1,6 +1,6 @@
 """Test the key-value cache.
 
-Logits equal those of a forward without cache, for any lengths of rows and any order of forwards.
+Logits equal the logits of a forward without cache, for any lengths of rows and any order of forwards.
 """
 
 import dataclasses

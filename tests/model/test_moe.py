@@ -82,7 +82,7 @@ def test_compiled_gating_equals_plain_operations(monkeypatch):
 
 @pytest.mark.gpu
 def test_experts_on_a_gpu_match_the_loop_and_do_not_wait():
-    """Compare bf16 gradients of grouped products with those of a loop; some experts get no tokens.
+    """Compare bf16 gradients of grouped products with a loop's gradients; some experts get no tokens.
 
     torch raises an error if grouped products let the host wait for the GPU.
     """
@@ -202,7 +202,7 @@ def router_losses(model: GPTModel, x: torch.Tensor, router_loss: torch.Tensor) -
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_router_losses_leave_out_uncounted_tokens(recompute):
-    """Compare router losses and gradients of padded rows with those of each row alone, without padding.
+    """Compare router losses and gradients of padded rows with the same rows alone, without padding.
 
     Sums in another order differ by 1e-5.
     """

@@ -24,7 +24,7 @@ ONE = MeshAxis("tp"), MeshAxis("shard")
 
 
 def compare_with_one_process(tp: int, replicas: int) -> None:
-    """Compare norms of a sharded model with those of one process; fp32 sums in another order agree to 1e-6."""
+    """Compare a sharded model's norms with one process's norms; fp32 sums in another order agree to 1e-6."""
     whole, (model, dims) = one_process_model(), sharded_model(tp, replicas)
     for parameter in whole.parameters():
         parameter.grad = parameter.detach() / 2.0

@@ -77,7 +77,7 @@ def plain_stack(bits: int | None) -> Stack:
 
 
 def assert_same(model: Stack, frozen: FrozenUnits, bits: int | None) -> None:
-    """Check that a frozen model's outputs and input gradients are bit-identical to those of `plain_stack`.
+    """Check that a frozen model's outputs and input gradients are bit-identical to `plain_stack`'s.
 
     Afterwards no unit may have unpacked weights in memory.
     """

@@ -1,4 +1,4 @@
-"""Test packed matrices: matrix products and embedding lookups are those of the unpacked matrix."""
+"""Test packed matrices: matrix products and embedding lookups give the unpacked matrix's results."""
 
 import itertools
 from typing import Any

@@ -26,7 +26,7 @@ Answer = Callable[[dist.Store, RankInfo, str], Any]
 
 
 def answer(facts: dict[str, str], store: dist.Store, place: RankInfo, host: str) -> str | None:
-    """Compare this rank's facts with those of all ranks, print a problem as a worker does, and return it or None.
+    """Compare this rank's facts with all ranks' facts, print a problem as a worker does, and return it or None.
 
     Args:
         facts: flags and versions of this rank, by name.

@@ -1,4 +1,4 @@
-"""Test the estimate of a run: bytes per node and times, also those of the run with other schemes.
+"""Test the estimate of a run: bytes per node and times, for the run itself and for the run with other schemes.
 
 The times are estimated with and without a described device.
 """

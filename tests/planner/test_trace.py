@@ -1,4 +1,4 @@
-"""Test the trace of a model. Its operations and memory equal those of the complete model, and agree with formulas."""
+"""Test the trace of a model. Its operations and memory equal the complete model's, and agree with formulas."""
 
 import dataclasses
 import itertools
@@ -116,7 +116,7 @@ def test_units_hold_every_parameter_once_by_name():
 
 
 def test_document_kernel_costs_the_same_plus_a_copy_of_rows():
-    """Compare the FLOPs and the saved memory of the attention kernel for documents with those of the causal kernel.
+    """Compare the FLOPs and the saved memory of the attention kernel for documents with the causal kernel's.
 
     The kernel saves no S x S tensor. With several rows, the output projection saves a copy of the kernel's output in
     another memory layout.

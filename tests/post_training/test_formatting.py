@@ -240,7 +240,7 @@ def test_prompts_keep_their_columns_and_place(path):
 
 
 def test_strings_get_tokenizer_marks_and_conversations_only_template_ones(path, tmp_path):
-    """Compare token ids with those of TRL's trainers.
+    """Compare token ids with the token ids of TRL's trainers.
 
     TRL tokenizes a plain text and the end token together, as one string, and uses chat templates unchanged.
     """

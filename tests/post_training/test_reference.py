@@ -68,7 +68,7 @@ def test_streamed_models_match_resident_ones_of_the_same_bits(load, tmp_path, wo
         (logps, scores), *others, (exact_logps, exact_scores) = found[:4]
         torch.testing.assert_close(others, [(logps, scores)] * 2, rtol=0, atol=0)
         # The reference model's weights of two layers are rounded to fewer bits. So its log-probabilities differ, but
-        # far less than those of another model.
+        # far less than another model's.
         assert not torch.equal(logps, exact_logps)
         assert (logps - exact_logps).abs().mean() < exact_logps.std() / 2
         assert (scores - exact_scores).abs().mean() < exact_scores.std()

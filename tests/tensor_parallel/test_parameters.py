@@ -199,7 +199,7 @@ def gradients_through(read: Callable[[DTensor], torch.Tensor]) -> list[tuple[boo
     found = []
     for placement in (Shard(0), Shard(1), Replicate()):
         wrapped = nn.Parameter(DTensor.from_local(torch.arange(6.0).view(2, 3), tp_mesh(), [placement]))
-        for _ in range(2):  # in the second pass, gradients are added to those of the first
+        for _ in range(2):  # in the second pass, gradients are added to the first pass's gradients
             inside = read(wrapped)
             assert not isinstance(inside, DTensor)
             # One gradient is an expanded tensor, the other one a transposed tensor, so neither is contiguous

@@ -177,8 +177,8 @@ def test_interrupted_conversion_leaves_no_output(converted, tmp_path, monkeypatc
 def test_conversion_keeps_few_tensors_in_memory(source, module, name, limit, converted, tmp_path, monkeypatch):
     """Count the source tensors in memory during a conversion.
 
-    At most the sources of one target tensor (queries, keys, values) and those of the previous target tensor may be in
-    memory.
+    At most the sources of two target tensors may be in memory: of the current one (queries, keys, values), and of the
+    previous one.
     """
     buffers, counts, read = [], [], getattr(module, name)
 

@@ -254,7 +254,7 @@ SLOW = (
 
 @pytest.mark.parametrize("case", chosen(GRID, "2 nodes, ep 2, tp 1, two hops", slow=SLOW))
 def test_layouts_with_experts_train_as_one_process(case):
-    """Losses, gradient norms, first gradients, and weights after three AdamW steps equal those of one process."""
+    """Losses, gradient norms, first gradients, and weights after three AdamW steps equal one process's."""
     ranks(4).run(compare, {}, *case)
 
 

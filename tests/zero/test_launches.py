@@ -109,7 +109,7 @@ def launches_of_a_step(nodes: int, model: GPTConfig, zero: ZeroConfig, monkeypat
 
 
 def launches_per_layer(nodes: int, style: GPTConfig, zero: ZeroConfig, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return the number of kernel launches, by kernel, that one more layer adds to a step beyond those of ZeRO-3."""
+    """Return the number of kernel launches, by kernel, that one more layer adds to a step, minus ZeRO-3's."""
 
     def of_a_layer(zero: ZeroConfig) -> Counter[str]:
         many, few = (

@@ -104,7 +104,7 @@ def train(zero: ZeroConfig | None, micro_batches: int, nodes: int = 2) -> Weight
 
 
 def assert_trained_alike(found: list[Weights], expected: Weights) -> None:
-    """Assert that the weights of each rank equal those of a training in one process.
+    """Assert that each rank's weights equal the weights of a training in one process.
 
     Sums over ranks and samples in another order change weights by up to 1e-5 over 3 steps in fp32.
     """
