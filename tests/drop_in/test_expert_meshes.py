@@ -351,8 +351,8 @@ def states_of_units(recipe: str) -> None:
 def test_units_of_dtensors_on_all_mesh_dims_know_if_they_are_gathered(recipe):
     """Check `is_sharded` and `is_gathered` of units before and after `unshard` and `reshard`.
 
-    In the recipe "spmd" the gathered parameters are DTensors on the same mesh as the sharded ones, so types and meshes
-    do not tell whether a unit is gathered.
+    In the recipe "spmd", gathered and sharded parameters are DTensors on the same mesh. So neither types nor meshes
+    tell whether a unit is gathered.
     """
     ranks(RANKS).run(states_of_units, recipe)
 

@@ -125,8 +125,8 @@ def free_port() -> int:
 def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
     """Start two ranks with different flags, variables or data, and check that both end with an error.
 
-    Both ranks are on one host, so the error is printed once. With tensor parallelism both update copies of some
-    weights, so their instruction sets and numbers of threads, which change the rounding of sums, must be equal too.
+    Both ranks are on one host, so the error is printed once. With tensor parallelism, both ranks update copies of some
+    weights. Instruction sets and numbers of threads change the rounding of sums, so they must be equal too.
     """
     text = "Call me Ishmael. Some years ago, never mind how long precisely.\n" * 400
     (tmp_path / "text.txt").write_text(text)
