@@ -176,7 +176,8 @@ def test_rotary_settings_are_read_into_flags(tmp_path):
 def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
     """Load a checkpoint into a model with `tp` tensor-parallel ranks; return the logits [B, S, V].
 
-    The model pads the vocabulary for `tp`; the logits leave the padding out.
+    B counts samples, S tokens of a sample, and V tokens of the vocabulary. The model pads the vocabulary for `tp`; the
+    logits leave the padding out.
     """
     source, record = find_weights(CheckpointFolder(load, "--load"), None)
     config = dataclasses.replace(GPTConfig(**shape_of(record.flags)), hidden_dropout=0.0, attention_dropout=0.0)

@@ -1,4 +1,7 @@
-"""Write folders of tiny transformers models with random weights; compute logits with transformers and this project."""
+"""Write folders of tiny transformers models with random weights; compute logits with transformers and this project.
+
+Letters in shapes: B samples, S tokens of a sample, V tokens in the vocabulary.
+"""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ def rotated(channels: int, **flags: Any) -> GPTConfig:
 
 
 def rotate_complex(x: torch.Tensor, position_ids: torch.Tensor, *, channels: int, base: float) -> torch.Tensor:
-    """Apply rotary embeddings to the channel pairs (i, i + channels/2) of x [S, B, heads, D] as complex numbers.
+    """Apply rotary embeddings to the channel pairs (k, k + channels/2) of x [S, B, heads, D] as complex numbers.
 
-    The factor is exp(i position base^(-2i/channels)).
+    S counts tokens, B samples and D channels of a head. The factor is exp(1j * position * base^(-2k/channels)).
     """
     half = channels // 2
     angle = position_ids.t()[:, :, None, None] * base ** (-2 * torch.arange(half).double() / channels)

@@ -102,6 +102,7 @@ def outputs_and_calls(model: GPTConfig, sequence_parallel: bool) -> tuple[torch.
 def test_forward_has_documented_shapes_and_communication(style, size, layers):
     """Check shapes, losses and the number of collectives. Logits are [B, S, V/T], and losses are [B, S] in fp32.
 
+    B counts samples, S tokens of a sample, V rows of the padded vocabulary, and T tensor-parallel ranks.
     Losses equal the losses from gathered logits, up to the fp32 rounding of numbers of about 4.6. There are 2
     collectives per layer in forward and in backward, one at each end of the model, and two small ones in the loss. With
     sequence parallelism, column-parallel layers gather their inputs again in backward.

@@ -173,7 +173,8 @@ def test_muon_equals_torch_on_whole_matrices_or_rows_of_nodes(case):
 def test_each_expert_is_orthogonalized_whole_whatever_the_layout(ep):
     """Check one Muon step of the three matrices of each expert, for any layout.
 
-    Gate and up are [F, H]. Down is stored as [F, H], and scaled like the matrix [H, F] as which it is used.
+    F is the hidden size of an expert, and H the hidden size of the model. Gate and up are [F, H]. Down is stored as
+    [F, H], and scaled like the matrix [H, F] as which it is used.
     """
     config = OptimizerConfig(optimizer="muon", muon_scale_mode="shape_scaling")
     case = Case(model=MIXTURE_STYLE, nodes=2, ep=ep, optimizer=config)

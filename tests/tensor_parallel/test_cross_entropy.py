@@ -31,7 +31,7 @@ VOCABULARIES = [(REAL, PADDED), (16, 16), (11, 16), (5, 16), (3, 24), (1, 4)]
 
 
 def labels_of(vocab_size: int) -> torch.Tensor:
-    """Return labels [S, B] in non-contiguous memory: multiples of 7, modulo the size of the vocabulary."""
+    """Return labels [SEQ, BATCH] in non-contiguous memory: multiples of 7, modulo the size of the vocabulary."""
     return (torch.arange(TOKENS) * 7 % vocab_size).view(BATCH, SEQ).t()
 
 

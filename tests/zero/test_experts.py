@@ -83,7 +83,7 @@ def every_expert(moe: nn.Module, config: GPTConfig, y: torch.Tensor, *, kept: An
     Args:
         moe: layer whose weights are used.
         config: model to which the layer belongs.
-        y: [B, S, H] input of the layer.
+        y: [B, S, H] input of the layer: B samples of S tokens, with H channels.
         kept: not used; the layer's `forward` has this argument.
         counted: not used; the layer's `forward` has this argument.
 
