@@ -164,8 +164,8 @@ class FlagParser:
             argv: command line without the program name.
             script_dir: folder in which flag files are searched if the working directory does not contain them.
             megatron_flags: Megatron-LM's flags that this program ignores or rejects, by name.
-            complete: False if a checkpoint may set further flags. This method then does not call `check_needs`, which
-                `ParsedRun.check_needs` calls after the checkpoint has set them.
+            complete: False if a checkpoint may set further flags. This method then does not call `check_needs`. Instead
+                the program calls `ParsedRun.check_needs` after the checkpoint has set these flags.
 
         Raises:
             ValueError: flags are wrong. The message has one line per problem, with the origin of the flag.

@@ -271,7 +271,7 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path` during the block. The call waits until no other process holds it.
+    """Hold an exclusive lock on the file `path` during the block. Wait first while another process holds the lock.
 
     The lock file is created if it does not exist. It is never deleted, because one process could then hold the lock of
     the deleted file while another process locks a new file of that name.

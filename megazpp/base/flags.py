@@ -39,7 +39,8 @@ PATH_ENDS = ("path", "file", "dir", "folder", "model", "save", "load")
 # Endings of the names of fields whose values are paths, which `checked_path` checks.
 PATHS = (*PATH_ENDS, "store", "patches", "input", "output", "adapter", "prefix", "lora_base")
 CHECKPOINT = "checkpoint"  # origin of flags that a checkpoint has set
-# Largest number of processes that a flag may start on one machine. Each of them loads this program and its libraries.
+# For `FlagSpec.most`: the largest number of processes that a flag may start on one machine, and the words with which an
+# error message explains this limit. Each process loads this program and its libraries, which takes memory.
 MOST_PROCESSES = 1024, "the limit for processes on one machine"
 _WIDEST = 60  # the log pads a flag and its value to at most this many characters before the origin
 
@@ -161,8 +162,9 @@ def checked_path(read: Callable[[str], Any], name: str, default: Any) -> Callabl
     `Path` would read the empty text as the current folder.
 
     Args:
-        read: function that converts the text of any value of the field, without this check. It is returned unchanged if
-            the field is no path (its name has none of the endings `PATHS`), or if its default is "".
+        read: function that converts the text of any value of the field, without this check. It is returned unchanged in
+            two cases: the field is no path (its name has none of the endings `PATHS`), or the field's default is "", so
+            that the empty text is a valid value.
         name: name of the config's field.
         default: default of the field.
     """
@@ -330,7 +332,7 @@ def check_needs(configs: Sequence[Any], origins: Mapping[str, str]) -> None:
 
 
 def check_existing(configs: Sequence[Any]) -> None:
-    """Raise a ValueError with a line for each flag whose value is a path that must exist and does not (`FlagSpec`)."""
+    """Raise a ValueError with a line for each path that must exist (`FlagSpec.must_exist`), but does not."""
     given = [(f, getattr(config, f.name)) for config in configs for f in dataclasses.fields(config)]
     paths = [(flag_name(f), path) for f, path in given if f.metadata["flag"].must_exist and path is not None]
     missing = [f"{name} {path} does not exist" for name, path in paths if not Path(path).expanduser().exists()]

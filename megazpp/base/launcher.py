@@ -106,13 +106,15 @@ _RANKS = (*(names.rank for names in (_TORCHRUN, *_MPI, _PMI, _SRUN)), "MPI_LOCAL
 
 
 def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
-    """Return this process's rank from its launcher's variables; None if no launcher started it as one of several ranks.
+    """Return this process's rank from its launcher's environment variables; None if no launcher has started it.
+
+    A job of a single rank counts as launched only with torchrun's variables, not with those of other launchers. The
+    module's docstring gives the reason for this, and for the order of the checks.
 
     Raises:
         ValueError: a variable is not a number, or is out of range, or the environment has a rank but no number of
             ranks.
     """
-    # A job of a single rank counts as launched only with torchrun's variables, not with those of other launchers.
     if _TORCHRUN.rank in env and _TORCHRUN.size in env:
         return _read(_TORCHRUN, env)
     srun, pmi = _several(_SRUN, env), _several(_PMI, env)

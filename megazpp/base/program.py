@@ -69,8 +69,8 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     def run(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else list(argv)
         # In a worker that a launching process of MegaZ++ has started, `_leave_on_ctrl_c` stays the handler until
-        # `worker_process` (parallel/worker.py) sets another one. It prints nothing in a worker, because the launching
-        # process reports Ctrl-C.
+        # `worker_process` (parallel/worker.py) sets another one. In a worker, `_leave_on_ctrl_c` prints nothing,
+        # because the launching process reports Ctrl-C.
         begun = signal.getsignal(signal.SIGINT) is _leave_on_ctrl_c and LAUNCHER_PID not in os.environ
         if begun:  # during `main`, Ctrl-C must run `finally` blocks
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,7 +158,7 @@ def begin(module: str) -> None:
     if module != "__main__":
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # SIGINT has another handler than Python's in a background job of a shell, which ignores SIGINT. It stays ignored.
+    # A shell starts background jobs with SIGINT ignored, so Python has not set its handler. SIGINT then stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave_on_ctrl_c)
     # MegaZ++'s launcher has blocked SIGINT for the start of a worker's interpreter, so unblock it now.

@@ -310,9 +310,9 @@ class ParsedRun(NamedTuple):
 
     @property
     def training_fields(self) -> list[str]:
-        """The names of the flags' fields that may affect the trained weights, and those of all optional features.
+        """The names of the fields whose flags may affect the trained weights. All fields of optional features count.
 
-        Flags about the layout of ranks, the data, the length of the run and its learning rates are left out.
+        Fields about the layout of ranks, the data, the length of the run and its learning rates are left out.
         """
         run = self.config
         core = (run.model, run.precision, run.zero, run.optimizer, run.loss_scale, run.anomalies)
@@ -405,9 +405,9 @@ def parse_run_config(
 def _check_choice(zero: ZeroConfig) -> None:
     """Raise a ValueError if --zero-weight-delta auto has no format of weights to choose.
 
-    There is none without --zeropp, or if other flags set the format. `parse_run_config` calls this function only if the
-    flag is on the command line, not in a flag file: every run writes --zero-weight-delta to its args.txt, and a later
-    run may use this file with other flags.
+    "auto" has nothing to choose without --zeropp, or if other flags set the format. `parse_run_config` calls this
+    function only if --zero-weight-delta is on the command line, not in a flag file. The reason is that every run writes
+    the flag to its args.txt, and a later run may use this flag file with other flags.
     """
     if zero.zero_weight_delta != "auto" or zero.chooses_weight_delta:
         return

@@ -1,4 +1,4 @@
-"""Checks of a run's flags against each other and against the cluster, and the plan that results from them.
+"""Checks of a run's flags against each other and against the cluster, and the plan that follows from flags and cluster.
 
 A config checks its own fields in its `__post_init__`. This file checks combinations of configs, and configs against the
 cluster, before any process group, file or tensor is created. Each error names the flags and their values.
@@ -85,8 +85,8 @@ def plan_model(
         config: flags of the run.
         layout: layout of the ranks from `lay_out`.
         device_type: "cuda" or "cpu".
-        weight_delta: format that --zero-weight-delta auto has chosen; None for a program that does not train and sends
-            int8 weights.
+        weight_delta: format that --zero-weight-delta auto has chosen; None for a program that does not train, in which
+            "auto" means int8 weights.
 
     Raises:
         ValueError: flags contradict each other or do not fit the cluster or the device.
@@ -326,10 +326,13 @@ def _check_observers(
 
 
 def wire_backends(plan: CommPlan, device_type: str) -> list[tuple[str, str, str]]:
-    """Return the back end of block quantization, as rows (piece, implementation, reason) for the log's table.
+    """Return the back end of block quantization for the log's table of implementations.
+
+    The result has one row: name of the part, its implementation, and the reason for this implementation. If `plan`
+    quantizes nothing, the result is [].
 
     Args:
-        plan: formats of the collectives of weights and gradients. If it quantizes nothing, the result is [].
+        plan: formats of the collectives of weights and gradients.
         device_type: "cuda" or "cpu".
 
     Raises:

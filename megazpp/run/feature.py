@@ -110,8 +110,8 @@ class Feature:
     def as_one_job(self, config: RunConfig) -> RunConfig:
         """Return the flags of one job that trains like all jobs of the run together, for the planner.
 
-        Elastic DiLoCo has one job per replica group, and the planner estimates a single job on all of their nodes. The
-        default returns the unchanged flags.
+        Elastic DiLoCo has one job per replica group. The planner instead estimates a single job on the nodes of all
+        groups. The default returns the unchanged flags.
         """
         return config
 
@@ -162,8 +162,8 @@ class Feature:
 
         Args:
             trainer: the trainer with the attributes `run`, `parts`, `guard`, `values`, `states` and `flags`. The
-                feature may change only the last two, which checkpoints store. The trainer creates its other
-                attributes after this call, so only the returned functions may use them.
+                feature may change only `states` and `flags`, to store more in checkpoints. The trainer creates its
+                other attributes after this call, so only the returned functions may use them.
         """
         return Attached()
 

@@ -1,7 +1,8 @@
 """Checks of a run's flags that need no torch. Programs make them before they import torch, which takes seconds.
 
-`check_flags` covers what the flags decide alone, and `check_paths` whether the files exist that flags name. Everything
-else waits for torch: it depends on the number and the kind of the devices, on the checkpoint, or on contents of files.
+`check_flags` makes the checks that need nothing but the flags. `check_paths` checks whether the files exist that flags
+name. All other checks come after the import of torch, because they depend on the number and the kind of the devices, on
+the checkpoint, or on contents of files.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megazpp.topology.cluster_file import read_cluster
 
 
 def check_flags(config: RunConfig) -> None:
-    """Check the flags of a training run as far as they are wrong on every cluster and with every content of files.
+    """Check a training run's flags for errors that do not depend on the cluster or on the contents of files.
 
     Raises:
         ValueError: flags are missing or contradict each other. The message names the flags and their values.

@@ -61,8 +61,8 @@ def records_to_continue(verified: Verified | None, config: CheckpointConfig, *, 
     Args:
         verified: checkpoint that the run loads; None for a run that starts from random weights.
         config: checkpoint flags of the run.
-        jobs: number of jobs that train the run's model. Several jobs may share --save, so that another job may have
-            saved the checkpoint and write its records; the result is then None.
+        jobs: number of jobs that train the run's model. With several jobs and --save, the result is None: another job
+            may have saved the checkpoint to the shared folder, and may still write to the checkpoint's run folder.
     """
     if verified is None or not verified.source.continues or (jobs > 1 and config.save is not None):
         return None
@@ -225,8 +225,9 @@ def what_next(
         return "nothing was saved: only a run with --save FOLDER can be resumed"
     if stopped:
         program, *flags = sys.argv
-        # A command with --load needs no other --load: the run resumes from its own checkpoints in --save. If
-        # --ckpt-step has selected one of these checkpoints, "--ckpt-step none" selects the latest one instead.
+        # If the command already has --load, the shown command keeps it, because a run that is started again resumes
+        # from the checkpoints in --save (`choose_source`). If --ckpt-step has selected one of these checkpoints,
+        # "--ckpt-step none" selects the latest one instead.
         back = parsed.config.checkpoint.ckpt_step is not None and saves_where_it_loads(parsed.config.checkpoint)
         latest = " --ckpt-step none" if back else ""
         there = f" --load {shlex.quote(save)}" if save is not None and parsed.config.checkpoint.load is None else ""

@@ -181,8 +181,9 @@ def check_kernels(dims: ParallelDims, device: torch.device) -> None:
     """Check that ranks which update copies of the same weights do so with equal CPU kernels. All ranks call this.
 
     Kernels of different instruction sets round differently, so copies on the axis `replicate` or tp would drift apart.
-    With tensor parallelism, each rank also computes the gradients of its copies, whose sums depend on the number of
-    threads. On other devices than CPUs, nothing is compared.
+    Ranks on the axis tp must also have equal numbers of threads. Each of them computes the gradients of its copies
+    itself, and the rounding of these sums depends on the number of threads. On other devices than CPUs, nothing is
+    compared.
 
     Raises:
         ValueError: on all ranks, if two ranks with copies of the same weights differ.

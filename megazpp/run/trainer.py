@@ -100,7 +100,7 @@ class OpenRun:
 
     @property
     def needs_samples(self) -> bool:
-        """True if the data's samples need a description, because ranks or checkpoints compare descriptions."""
+        """True if the run needs a description of its samples: ranks compare it, or a checkpoint has or gets one."""
         several = self.worker.world_size > 1 or self.config.jobs > 1
         return self.save is not None or self.checkpoint is not None or several
 
@@ -206,7 +206,7 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
 def measure_cluster(
     config: RunConfig, cluster: Cluster, dims: ParallelDims, device: torch.device
 ) -> tuple[Cluster, list[str]]:
-    """Measure the links between ranks and, unless a cluster file describes the device, the device. All ranks call this.
+    """Measure the links between ranks, and the device unless a cluster file describes it. All ranks call this.
 
     Args:
         config: flags of the run, which give the sizes of the measured matrix products.
@@ -302,7 +302,7 @@ class TrainingParts:
             their place.
         states: groups of tensors that checkpoints store in addition to model and optimizer.
         generate_flags: flags of tools/generate.py that the log suggests at the end of the run, as shell words; None for
-            a model that cannot generate text, as a reward model.
+            a model that cannot generate text, such as a reward model.
         has_weights: True if `built` already has the weights of the checkpoint from which the run starts.
         evaluates_first: True to evaluate the validation data before the first step of a new run.
         samples: description of the training and held-out samples, see data/identity.py; {} unless
