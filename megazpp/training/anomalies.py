@@ -71,7 +71,8 @@ class Evidence(NamedTuple):
     losses: torch.Tensor  # [number of micro-batches] this rank's contributions to the step's loss
     norm: GradNorm  # gradient norm of the step, with the norms of single parameters
     # For each parameter, by name: a scalar, the sum over all elements of this rank's unreduced gradients of the
-    # parameter's sharding unit. None with ZeRO stage 0.
+    # parameter's sharding unit. It is NaN or Inf if one of these elements is. None if no unit is sharded, as with ZeRO
+    # stage 0 or a single data rank.
     own: Mapping[str, torch.Tensor] | None
 
 
@@ -86,7 +87,8 @@ class StepReport:
         loss, norm: loss and gradient norm of the global batch.
         losses: this rank's contributions to the loss, one per micro-batch.
         suspects: names of the parameters in the sharding units in which this rank's gradients were not finite before
-            their reduction. None with ZeRO stage 0, where FSDP2 offers no gradients of a single rank.
+            their reduction. None if no unit is sharded, as with ZeRO stage 0 or a single data rank: there is then no
+            reduce-scatter through which the gradients of a single rank pass.
         norms: gradient norm of each parameter, by name.
         scale: loss scale of the step; 1 without loss scaling.
     """
@@ -114,8 +116,9 @@ class Guard:
         scaler: loss scale. As long as a dynamic loss scale can decrease, a gradient that is not finite is no error.
         verify_interval: number of steps between two calls of `verify`; None for no calls.
         verify: function that compares the gathered weights over ranks, and raises CorruptWeightsError if they differ.
-        has_replica_groups: True with DiLoCo's replica groups. Each group then decides alone whether to skip a step. To
-            end the job, the groups wait until all of them call `end_job`.
+        has_replica_groups: True with DiLoCo's replica groups. Each group then decides alone whether to skip a step. If
+            a step is not finite, the group skips it and continues to the next synchronization (diloco/loop.py). There
+            all groups call `end_job` together.
     Attributes:
         first_sample: function that returns the index of a step's first sample, given the number of samples that all
             earlier steps have consumed. Elastic DiLoCo replaces it, because a group trains the samples that it leases.
@@ -139,7 +142,8 @@ class Guard:
     def begin_step(self) -> None:
         """Request that this step's backward checks the gradients of this rank before they are reduced.
 
-        Call this before the forward. Without --check-for-nan-in-loss-and-grad, nothing is checked.
+        `TrainStep.launch` calls this before the first forward of a step. Without --check-for-nan-in-loss-and-grad,
+        nothing is checked.
         """
         if self.config.check_for_nan_in_loss_and_grad:
             self.sharding.watch_gradients()
@@ -157,8 +161,9 @@ class Guard:
         return config.check_for_nan_in_loss_and_grad and not others
 
     def evidence(self, local_losses: torch.Tensor, norm: GradNorm) -> Evidence:
-        """Return the values by which `allows` can explain that the step is not finite; call this after the backward.
+        """Return the values by which `allows` can explain that the step is not finite.
 
+        `TrainStep.launch` calls this after the backward of all micro-batches.
         Args:
             local_losses: [number of micro-batches] this rank's contributions to the step's loss.
             norm: gradient norm of the step.

@@ -43,7 +43,7 @@ class StepRecord:
         loss_scale: loss scale of the step; 1 without fp16.
         skipped: True if nothing was updated, because the norm was not finite or the guard rejected the step.
         num_zeros: number of gradient elements that are zero; None unless --log-num-zeros-in-grad is given.
-        params_norm: L2 norm of the parameters; None unless --log-params-norm is given.
+        params_norm: L2 norm of the parameters; None without --log-params-norm, and in steps without a log line.
         metrics: further numbers of the objective, the sharding and the routers, by name. The records of a log interval
             have their means over the interval; the log line omits names with a slash.
         consumed_samples: samples consumed by the run so far, including this step.
@@ -173,7 +173,7 @@ class IntervalRecord:
 
     @property
     def line(self) -> str:
-        """The log line of the interval: Megatron-LM's up to "number of nan iterations", then fields of MegaZ++.
+        """The log line of the interval: Megatron-LM's fields up to "number of nan iterations", then MegaZ++'s fields.
 
         MegaZ++'s fields are the largest gradient norm, tokens/s and TFLOP/s per rank, MFU, memory, MB per step and
         wire, and the remaining time.

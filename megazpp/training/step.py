@@ -130,8 +130,9 @@ class TrainStep:
 
         # ---- update the weights, or skip the update
         taken = not step.skipped
-        # Factor by which clipping has multiplied the gradients, 0 if the update is skipped. The error feedback, which
-        # the next step adds to its gradients, is multiplied by the same factor.
+        # Factor by which clipping has multiplied the gradients, 0 if the update is skipped. The error feedback is
+        # multiplied by the same factor: it is the part of these gradients that quantization has lost, and the next step
+        # adds it to its own gradients.
         kept: torch.Tensor | float = 0.0
         with self._span("optimizer"):
             if taken:
