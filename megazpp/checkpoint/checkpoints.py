@@ -55,8 +55,8 @@ def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], N
         shared: True if other jobs may save to the folder too. This job then waits longer for the lock, and releases it
             at the end of this call, because `Checkpoints` locks a shared folder for each save.
     Raises:
-        ValueError: another job uses the folder, the folder is not writable, or it is to be shared and each host has a
-            separate one.
+        ValueError: another job uses the folder, the folder is not writable, or `shared` is True although each host has
+            a separate folder.
     """
     seen, hosts = [False] * axis.size, []
     while not all(seen):

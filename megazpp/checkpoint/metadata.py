@@ -177,8 +177,9 @@ def rows_problem(record: CheckpointMetadata, rows: int) -> str | None:
     return f"has {rows} rows for {record.vocab_size} tokens"
 
 
-# The flags that define the model's shape, by field name. For each flag the name of the property of GPTConfig that
-# `check_same_model` compares: the field itself, or a property that the program derives from it (`FlagSpec.shape`).
+# SHAPE has the flags that define the model's shape, by field name. The value of an entry is the name of the property of
+# GPTConfig that `check_same_model` compares: the field itself, or a property that the program derives from this field
+# (`FlagSpec.shape`).
 _SPECS = {field.name: field.metadata["flag"] for field in dataclasses.fields(GPTConfig)}
 SHAPE = {name: name if spec.shape is True else spec.shape for name, spec in _SPECS.items() if spec.shape}
 # Three keys in `CheckpointMetadata.flags` are not flags. Their values are:
@@ -188,7 +189,7 @@ IMPORTED_FROM = "imported_from"  # path of the Hugging Face folder from which th
 # is not this one.
 SCORE_PAD = "score_pad"
 # Flags that determine the training samples or their order. `data_notes` compares them when a run resumes. PLACES has
-# the flags that name the data, and TEXT those that change how a text is tokenized.
+# the flags that name the data, and TEXT has the flags that change how a text is tokenized.
 PLACES = ("data_path", "text_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data", "split")
 TEXT = ("chat_template", "chat_template_kwargs", "system_prompt", "eos_token", "add_special_tokens")
 DATA = (

@@ -134,7 +134,8 @@ def choose_source(
             checkpoints in --save, if there are any. A job that is queued again with the same command also does so.
         opener: opener of the weights; see `WeightOpener`.
     Returns:
-        The choice; None if the run starts from scratch. The folder of --load may still have no checkpoint.
+        The choice; None if the run starts from scratch because no --load is given. The folder of --load may have no
+            checkpoint, so that a run with a choice may start from scratch too.
     Raises:
         ValueError: --save has checkpoints of another run, --finetune has the same folder for --save and --load, or
             --load has no checkpoint and --exit-on-missing-checkpoint is set.

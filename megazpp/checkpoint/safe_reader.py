@@ -377,7 +377,7 @@ class WeightOpener:
         return []
 
     def open(self, checkpoint: Path, record: CheckpointMetadata, files: MeshAxis) -> SafeReader:
-        """Open all weights of a checkpoint for reading, including those that come from its base. All ranks call this.
+        """Open all weights of a checkpoint for reading, including the weights of its base. All ranks call this.
 
         Args:
             checkpoint: folder of one checkpoint.

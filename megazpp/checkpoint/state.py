@@ -209,7 +209,10 @@ class TrainState:
         return self._sharding.device
 
     def _parts_of(self, optimizer: bool, rng: bool) -> Iterator[StatePart]:
-        """Return the parts to save or load: those of the group "weights", and of each group whose argument is True."""
+        """Return the parts to save or load.
+
+        These are the parts of the group "weights", and the parts of each group whose argument is True.
+        """
         wanted = {"weights": True, "optimizer": optimizer, "rng": rng}
         return (part for part in self._parts if wanted[part.group])
 

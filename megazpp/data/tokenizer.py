@@ -176,13 +176,13 @@ class SpecialTokens(NamedTuple):
         return [*self.before, *ids, *self.after] if self.number else ids
 
     def missing(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """Return the special tokens to add before and after a text, without those that the text already has.
+        """Return the special tokens to add before and after a text, unless the text already has them.
 
         Args:
             ids: token ids of the text.
         Returns:
             The ids to add before the text, and the ids to add after it. The first list is empty if the text already
-            begins with its ids, and the second if the text already ends with its ids. Both lists are empty if this run
+            begins with `before`, and the second if the text already ends with `after`. Both lists are empty if this run
             adds no special tokens.
         """
         before, after = (self.before, self.after) if self.used else ([], [])

@@ -100,7 +100,10 @@ class TokenizerConfig(Config):
 
 
 def names_tokenizer(config: TokenizerConfig) -> bool:
-    """Return True if the flags name a tokenizer. If False, the run trains a tokenizer or takes the checkpoint's."""
+    """Return True if the flags name a tokenizer.
+
+    If False, a program takes the checkpoint's tokenizer, trains one on --text-path, or uses bytes for --mock-data.
+    """
     trainable = config.kind in (None, "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
     return not trainable or config.tokenizer_model is not None
 
