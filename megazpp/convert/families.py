@@ -146,7 +146,7 @@ _LLAMA_KEYS: Keys = {
     "initializer_range": ("init_method_std", "init_method_std", "number"),
     "attention_dropout": ("attention_dropout", "attention_dropout", "number"),
 }
-# Parts of the names of an MLP's matrices in Hugging Face's models. The first is of phi3, which fuses gate and up.
+# Parts of the names of an MLP's matrices in Hugging Face's models. Only phi3 has _GATE_UP, which fuses gate and up.
 _GATE_UP, _GATE, _UP = "mlp.gate_up_proj.", "mlp.gate_proj.", "mlp.up_proj."
 
 

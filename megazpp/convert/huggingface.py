@@ -97,7 +97,7 @@ def open_model(folder: Path, *, adapter: Path | None = None) -> Model:
     asked = getattr(torch, str(settings.values.get("dtype")), None)
     notes = () if asked is None else rounding_notes(found, asked)
     # Adapters that this project writes name the matrices of the family that `find_architecture` returns. PEFT cannot
-    # load them on this folder if the folder's family has fused matrices instead, so the folder is then no `origin`
+    # load them on this folder if only the folder's family fuses matrices. `Model.origin` is then None.
     origin = str(folder.resolve()) if find_architecture(config).fused == architecture.fused else None
     score_pad = settings.values.get("pad_token_id")
     return found._replace(origin=origin, score_pad=score_pad, notes=notes)

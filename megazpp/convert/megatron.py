@@ -219,8 +219,8 @@ def _rank_files(checkpoint: Path) -> list[Path]:
 def _read_config(settings: Settings) -> dict[str, Any]:
     """Return the fields of GPTConfig for the arguments of a Megatron-LM run.
 
-    An argument may be missing because the run's version of Megatron-LM is older. Its field then gets the value by which
-    our model computes the same as that version.
+    An argument may be missing because the run's version of Megatron-LM is older. The argument's field then gets the
+    value with which `GPTModel` computes the same as that version.
 
     Raises:
         ValueError: an argument has a value that is not supported. The message names it.

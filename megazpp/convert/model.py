@@ -1,4 +1,4 @@
-"""A model during a conversion, and the mapping between the tensors of another format and those of `GPTModel`.
+"""A model during a conversion, and the mapping between the tensors of another format and the tensors of `GPTModel`.
 
 All shapes and dtypes are checked before the first tensor is read. The conversion then reads, rearranges and writes one
 tensor after the other.
@@ -65,8 +65,8 @@ class Model(NamedTuple):
         origin: Hugging Face folder with these weights, which PEFT's files name as the base of adapters that are trained
             on this model. None for models from other formats. None also if the folder's family fuses matrices, as phi3
             does, and the family of an export does not: PEFT could not load the adapters on this folder.
-        score_pad: padding token of a reward model, which scores a text at the last token that is not padding. None if
-            it always scores the last token.
+        score_pad: id of the padding token of a reward model. The score of a text is the model's output at the last
+            token that is not this one. None if the score is always the output at the last token.
         notes: lines for the log about differences from the model in the original program.
     """
 

@@ -36,8 +36,8 @@ class AdapterConverter(WeightOpener):
     def open_base(self, checkpoint: Path, record: CheckpointMetadata, files: MeshAxis) -> SafeReader:
         """Open the base weights of a checkpoint with adapters, without the changes by the adapters.
 
-        The arguments are those of `open`. A checkpoint that contains all weights has no adapters, so this method calls
-        `open`.
+        The arguments are the same as for `open`. This base class supports only checkpoints without adapters, whose base
+        weights are all their weights. The method therefore calls `open`.
         """
         return self.open(checkpoint, record, files)
 

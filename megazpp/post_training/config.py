@@ -27,8 +27,9 @@ PairLoss = Literal[
 TokenLoss = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 RewardScale = Literal["group", "batch", "none"]
 ROLLOUTS = ("grpo", "ppo")  # objectives that train on sampled completions of the policy
-# Values of the argument `needs` of `flag`: the objectives with which a flag may be used. DRAWN are the objectives that
-# train on sampled completions, REFERENCE those that may have a reference model, and CHOSEN_LOSS those with --loss-type.
+# Values of the argument `needs` of `flag`: the objectives with which a flag may be used. DRAWN has the objectives that
+# train on sampled completions, REFERENCE the objectives that may have a reference model, and CHOSEN_LOSS the objectives
+# with --loss-type.
 GRPO, PPO, DRAWN = (f"--objective {names}" for names in (*ROLLOUTS, " ".join(ROLLOUTS)))
 REFERENCE, CHOSEN_LOSS = f"{DRAWN} dpo", f"{GRPO} dpo"
 # By objective: the allowed values of --loss-type, and the defaults of --loss-type, --beta and --lr

@@ -139,7 +139,7 @@ class PreferenceDataset(EpochOrder):
         2, 3    tokens and loss mask of the prompt and the rejected answer
         4       the number of the pair, the bits of its fp32 margin, and zeros
 
-    The arguments are those of `SupervisedDataset` without `packing`. S is `max_length`.
+    The arguments are the same as for `SupervisedDataset`, except that there is no `packing`. S is `max_length`.
 
     Attributes:
         num_pairs: number of pairs in the files.

@@ -262,8 +262,8 @@ class PolicyLoss:
         # With one ratio per completion (GSPO), all tokens of a completion together count once in the metric clip_ratio
         counts = mask if ratio.shape == mask.shape else mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
         self._sums.add("clip_ratio", policy.clipped, counts)
-        # Log how much the log-probabilities at which tokens were sampled differ from those of a training forward with
-        # the same weights
+        # Log how much the log-probabilities at which tokens were sampled differ from the log-probabilities that a
+        # training forward computes with the same weights
         if batch.sampling_logps is not None:
             drawn_by = logps if batch.old_logps is None else batch.old_logps
             difference = ((drawn_by - batch.sampling_logps) * mask).abs()

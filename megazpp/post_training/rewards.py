@@ -246,7 +246,10 @@ def _arguments(
     completions: Sequence[Any],
     completion_ids: Sequence[Sequence[int]] | None,
 ) -> dict[str, list[Any]]:
-    """Return the arguments of one reward function by name: all arguments if it has `**`, else those that it names."""
+    """Return the arguments of one reward function, by name.
+
+    A function with `**` gets all arguments; any other function gets only the arguments that it names.
+    """
     names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     found: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
     found |= {"prompts": [prompt.value for prompt in prompts], "completions": list(completions)}

@@ -500,7 +500,11 @@ class RolloutLoader(StatePart):
         return [on_device(shortened(part, multiple), self._device) for part in parts]
 
     def _rows(self) -> list[int]:
-        """Return the numbers, from 0 in each generation, of this data rank's completions, in the order of training."""
+        """Return the numbers of this data rank's completions in a generation, in the order of training.
+
+        The completions of a generation are numbered from 0 over all ranks. Training takes micro-batches of consecutive
+        numbers, which the data ranks share in turn.
+        """
         size, ranks = self.micro_batch_size, self._dims.data_size
         firsts = range(self._dims.data_rank * size, self.global_batch_size * self.config.slices, size * ranks)
         return [row for first in firsts for row in range(first, first + size)]

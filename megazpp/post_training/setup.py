@@ -63,8 +63,8 @@ def find_start(parsed: ParsedRun, *, restarted: bool) -> tuple[ParsedRun, LoadSo
             --objective is not reward.
     """
     given, objective = parsed.config.checkpoint, post_configs(parsed).training.objective
-    # If --save is another folder than --load, take only weights from --load, unless this is a restarted job that has
-    # already saved checkpoints of its own
+    # If --save is another folder than --load, take only weights from --load, as with --finetune. `choose_source` makes
+    # an exception for a job that is restarted, or queued again: it resumes from its own checkpoints in --save.
     if not saves_where_it_loads(given):
         given = dataclasses.replace(given, finetune=True)
     own = own_checkpoints(given, parsed.config.tracking, restarted=restarted)

@@ -139,8 +139,8 @@ class PostTraining:
         data, plan = self.config.data, self.plan.batches
         template = load_chat_template(self.form, self.tokenizer)
         held_out, wanted = self.config.evaluation.eval_iters * plan.global_batch_size, plan.dataset_samples
-        # With sampled completions, a sample of the dataset is a prompt. The run needs the prompts of all generations
-        # before its last step, and those of the complete generation in which its last step is.
+        # With sampled completions, a sample of the dataset is a prompt. The run needs the prompts of all generations up
+        # to the one with its last step. Of this last generation it needs all prompts, also if the run ends within it.
         if self.post.draws:
             steps, group = self.post.slices * self.post.passes, self.post.group_size
             consumed = plan.consumed_samples_at((plan.total_iterations - 1) // steps * steps)
