@@ -193,7 +193,7 @@ def open_data(run: OpenRun) -> tuple[Tokenizer, Splits[Samples | None]]:
 
 
 def count_samples(run: OpenRun) -> Splits[int]:
-    """Return the number of samples that the complete training needs, and those that a validation and a test need."""
+    """Return three numbers of samples: for the complete training, for one validation, and for the test."""
     batches = run.plan.batches
     held_out = run.config.evaluation.eval_iters * batches.global_batch_size
     return Splits(train=batches.dataset_samples, valid=held_out, test=held_out)

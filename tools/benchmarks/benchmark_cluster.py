@@ -10,7 +10,7 @@ Flags after `--` are passed to pretrain_gpt.py in all variants.
 The same rank processes hold the models of all variants and run their steps in turn, so that other load on the machine
 affects all variants alike. A round measures each variant once at one rate; each such measurement is a sample. The
 tables show medians over rounds. A relative speed is the median over rounds of ZeRO-3's seconds divided by the variant's
-seconds. Rates change while the processes run. With local steps, a sample is a whole
+seconds. The benchmark changes the rate of the links while the processes run. With local steps, a sample is a whole
 cycle from one synchronization of DiLoCo to the next, reported per step. Bytes are read from the network interfaces and
 compared with the program's own counters. Each round is saved to samples.json in the --out folder. The same command
 resumes an interrupted benchmark from this file. Root and iproute2 are needed, except with --local.
@@ -53,7 +53,8 @@ POLL_SECONDS = 0.05
 WARM_UP_STEPS = 4
 RATES = ["100mbit", "200mbit", "500mbit", "1gbit", "10gbit"]
 LOCAL, BASELINE = "local", "zero3"  # name of the rate without emulated links, and the variant for relative speeds
-# Flags of this program: sizes of the model; and everything that must be equal if a benchmark is resumed
+# Names of flags of this program. MODEL has the sizes of the model, and SHAPE all flags that must have equal values if a
+# benchmark is resumed.
 MODEL = ("hidden_size", "num_layers", "vocab_size", "seq_length", "micro_batch_size")
 SHAPE = ("nodes", "ranks_per_node", "tp", "micro_batches", *MODEL, "flags")
 NO_OVERLAP, DILOCO = "--no-overlap-param-gather --no-overlap-grad-reduce", "--diloco-outer-momentum 0.9 --diloco-steps"
@@ -206,8 +207,8 @@ def measure(args: argparse.Namespace, results: Results) -> None:
             if cluster is not None:
                 cluster.set_rate(rate)
             estimates = driver.step(ESTIMATE, args.micro_batches)
-            # Each round begins with another variant. ESTIMATE measures the links, and the variant that is measured
-            # right after it can be slower
+            # Each round begins with another variant. ESTIMATE measures the links, which can slow down the variant that
+            # follows, so this must not be the same variant in every round.
             first = index % len(args.variants)
             for name in results.missing(rate, index, args.variants[first:] + args.variants[:first]):
                 before = cluster.uplink_bytes() if cluster else []

@@ -209,7 +209,11 @@ def measure_kills(out: Path) -> str:
 
 
 def measure_coordinator(out: Path) -> str:
-    """Kill the coordinator at several moments of an interval; return a line about how intervals exceed the outage."""
+    """Kill the coordinator at several moments of an interval, and return a line about how long the groups waited.
+
+    The line has the largest difference between two numbers of seconds: by how much an interval was longer than usual,
+    and for how long the coordinator was away.
+    """
     stalls, flags = list[float](), f"{TINY} --global-batch-size 4 --nproc 1"
     with Site(out, flags, groups=2, steps=8) as run:
         groups = [run.start(name, step_seconds=0.2) for name in "ab"]

@@ -2,10 +2,11 @@
 
 python tools/benchmarks/benchmark_kernels.py --elements 16777216 --block-size 128 --threads 1
 
-The bytes of a function are those that it must read and write, each once. The column "of memcpy" is the ratio of its
-bytes per second to a copy of an fp32 buffer in the same process. A round times every function once, and the table has
-medians over rounds. The column "first ms" has the time of the first call, which compiles kernels on a GPU. On a CPU
-with one thread, the clock is the thread's CPU time, which other load on the machine affects less.
+The table counts the bytes that a function must read and write, each once. The column "of memcpy" is the ratio of these
+bytes per second to the bytes per second of a plain copy of an fp32 buffer, which the same process times. A round times
+every function once, and the table has medians over rounds. The column "first ms" has the time of the first call, which
+compiles kernels on a GPU. On a CPU with one thread, the clock is the thread's CPU time, which other load on the machine
+affects less.
 
 A lossless weight delta encodes how the 20th AdamW step with the given learning rate changes bf16 weights, at most 2^28
 of them. Its rate in GB of weights per second, at 2 bytes per weight, is twice the column Gelement/s.
@@ -154,7 +155,8 @@ def delta_pieces(n: int, lr: float, device: str) -> list[Piece]:
 def weights_after_and_before_step(n: int, lr: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bf16 weights [n] after and before the 20th AdamW step.
 
-    Each weight's gradient has a constant mean; its noise is twice as large as the typical mean.
+    The gradient of a weight is a constant plus noise in each step. The constants differ between weights, with a
+    standard deviation of 0.5, and the noise has a standard deviation of 1.
     """
     generator = torch.Generator().manual_seed(1)
     weights = torch.nn.Parameter(0.02 * torch.randn(min(n, DIFFERENT), generator=generator))
