@@ -11,9 +11,9 @@ that uses it.
 - A field that may be None accepts the word `none`, so that the command line can undo a flag file.
 - Floats are finite, and ints fit in 64 bits.
 
-A config checks its own fields when it is created, with a ValueError that names flag and value: each field by its type
-and `must_be`, and several fields together in its `__post_init__`. run/flag_checks.py and run/checks.py check
-combinations of configs and the cluster. command_line.py parses the flags.
+A config checks its own fields when it is created, and raises a ValueError that names flag and value. `Config` checks
+each field by its type and its `must_be`. The `__post_init__` of a config checks several fields together.
+run/flag_checks.py and run/checks.py check combinations of configs and the cluster. command_line.py parses the flags.
 """
 
 from __future__ import annotations

@@ -142,10 +142,10 @@ def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
 def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT for launchers that do not set them, such as mpirun; {} for torchrun.
 
-    Variables that are already set keep their values. With srun, the defaults are the first host of the job step, on
-    which rank 0 runs, and a port that is computed from the numbers of job and step, so several steps of a job can run
-    at the same time. With other launchers there are defaults only on a single node: the loopback address and a port
-    that is computed from the id of the job.
+    Variables that are already set keep their values. With srun, the default address is the first host of the job step,
+    on which rank 0 runs. The default port is computed from the numbers of job and step, so that several steps of a job
+    can run at the same time. With other launchers there are defaults only on a single node: the loopback address and a
+    port that is computed from the id of the job.
 
     Args:
         launched: rank of this process, from its launcher.

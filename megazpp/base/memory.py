@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# For version 2 and for version 1 of cgroups: the folder, the names of the files with limit and use of memory, and the
-# key in memory.stat of the file cache, which counts as use and can be freed.
+# An entry for version 2 of cgroups, and one for version 1: the folder, the name of the file with the limit of memory,
+# the name of the file with the used memory, and the key of the file cache in memory.stat. The file cache counts as used
+# memory, although the kernel can free it.
 CGROUPS = [
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -273,10 +273,10 @@ class CheckpointFolder:
     def keep_only(self, kept: Iterable[int]) -> None:
         """Delete the complete checkpoints of all iterations that are not in `kept`.
 
-        A checkpoint of an abandoned branch is deleted if `kept` has an iteration after its own, or if a branch that was
-        abandoned later has a checkpoint of the same iteration. Each checkpoint is renamed to its partial name first, so
-        that a crash cannot leave an incomplete checkpoint under a complete name. If a user has moved a checkpoint to
-        another disk and left a link here, only the link is deleted.
+        A checkpoint of an abandoned branch is deleted in two cases: `kept` has a later iteration, or a branch that was
+        abandoned later has a checkpoint of the same iteration. Each checkpoint is renamed to its partial name before it
+        is deleted, so that a crash cannot leave an incomplete checkpoint under a complete name. If a user has moved a
+        checkpoint to another disk and left a link here, only the link is deleted.
         """
         kept, aside = set(kept), dict[int, dict[int, Path]]()
         for entry in self.path.iterdir():

@@ -2,7 +2,7 @@
 
 Programs without training, such as generate.py, use this file to load only the weights. A load has three steps. It
 verifies the files, then compares the checkpoint with the run's flags, and only then changes the run's training state.
-This file has more than 300 lines so that these steps can be read in one place.
+This is one file of more than 300 lines, so that these steps can be read in one place.
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ ACTIVATIONS: dict[str, dict[str, bool]] = {
     "gelu": {},
     "relu2": {"squared_relu": True},
 }
-# For keys of Hugging Face's config.json: the field of GPTConfig that the key's value sets, the property of GPTConfig
-# whose value an export writes, and the method of `Settings` that reads and checks the value.
+# For each key of a Hugging Face config.json, three names. An import sets the field of GPTConfig with the first name to
+# the key's value. An export writes the value of the property of GPTConfig with the second name. The third name is the
+# method of `Settings` with which an import reads and checks the value.
 Keys = Mapping[str, tuple[str, str, str]]
 _GPT2_KEYS: Keys = {
     "n_layer": ("num_layers", "layers", "count"),

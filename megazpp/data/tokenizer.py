@@ -450,11 +450,15 @@ class HFTokenizer(Tokenizer):
     def _digest(self, split: bool) -> str:
         """Return the part of `identity` for the vocabulary, the eod, and changes that transformers makes at opening.
 
-        The string has a hash of the vocabulary files and the eod's id. In three cases, a hash of the entries that
-        `_around` returns is appended: transformers changes these entries of tokenizer.json when it opens the files, the
-        files have no tokenizer.json (unless they are only vocab.json and merges.txt), or `split` is True. The complete
-        definition is not hashed, because its serialization by the package tokenizers differs between versions of this
-        package.
+        The string has a hash of the vocabulary files and the eod's id. A hash of the entries that `_around` returns is
+        appended in three cases:
+
+        - transformers changes these entries of tokenizer.json when it opens the files
+        - the files have no tokenizer.json, and are not just vocab.json and merges.txt
+        - `split` is True
+
+        The complete definition is not hashed, because its serialization by the package tokenizers differs between
+        versions of this package.
 
         Args:
             split: True if the tokenizer splits the names of special tokens in a text like other text.

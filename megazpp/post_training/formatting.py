@@ -60,10 +60,10 @@ class Examples(NamedTuple):
         tokens: [T] int32 token ids of all rows.
         mask: [T] uint8 loss mask, 1 where the token is to be predicted; 0 at the first token of each row.
         starts: [rows + 1] int64 index of each row's first token in `tokens`, and T at the end.
-        counts: [8] int64: number of examples in the files; examples that were cut to --max-length; examples that were
-            left out because no token of the answer remained; examples whose answer begins inside a token; pairs that
-            were left out because both answers are the same; for the first such pair, the index of its file and the
-            number of its line; and the number of conversations.
+        counts: [8] int64, eight numbers in this order: all examples in the files; examples that were cut to
+            --max-length; examples that were left out because no token of the answer remained; examples whose answer
+            begins inside a token; pairs that were left out because both answers are the same; the index of the file
+            with the first such pair; the number of this pair's line; and conversations.
         margins: [pairs] fp32 values of the column `margin`, 0 for pairs without one; empty if the column was not read.
     """
 

@@ -108,9 +108,9 @@ def with_resumed_features(parsed: ParsedRun, record: CheckpointMetadata, folder:
 def with_resumed_weight_delta(parsed: ParsedRun, record: CheckpointMetadata, folder: CheckpointFolder) -> ParsedRun:
     """Return the command line of a resumed run with the checkpoint's format of weights for --zero-weight-delta auto.
 
-    The format is the one in which the checkpoint's run sent weights between nodes. The command line is unchanged if
-    other flags set the format, if the checkpoint's run has chosen no format, or if that run sent lossless deltas and
-    this run computes in fp32.
+    The checkpoint's format is the format in which the checkpoint's run sent weights between nodes. The command line is
+    unchanged in three cases: other flags set the format, the checkpoint's run has chosen no format, or the format is
+    lossless deltas and the resumed run computes in fp32, for which there are no lossless deltas.
 
     Args:
         parsed: command line of the resumed run.

@@ -77,7 +77,7 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
 
     The entry point prepares the environment for CUDA and Triton before `main` uses torch, and prints errors as
     `program` does. If a launcher such as torchrun has started this process as one of several ranks, one rank of each
-    host prints an error, and the ranks of other hosts end too.
+    host prints the error. The ranks of all hosts then end, also if only one host has failed.
 
     Args:
         main: function that takes the arguments without the program name, and returns the exit status.

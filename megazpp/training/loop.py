@@ -1,10 +1,10 @@
 """The training loop: load a batch, run the step, record, save, evaluate, and stop when a condition is met.
 
 A run stops early after a given iteration, after a given time, or because of a signal. All ranks stop after the same
-step. Ctrl-C, SIGTERM (schedulers, container runtimes, `kill`), SIGHUP (a closed terminal) and the signals by which
-batch systems announce a time limit (SIGUSR1, SIGUSR2, SIGXCPU) stop a run cleanly, even if the signal reaches only one
-of the run's processes. A rank whose output can no longer be read stops the run like SIGHUP. A run that nohup has
-started ignores SIGHUP and lost output.
+step. The stop signals are Ctrl-C, SIGTERM (schedulers, container runtimes, `kill`), SIGHUP (a closed terminal) and the
+signals by which batch systems announce a time limit (SIGUSR1, SIGUSR2, SIGXCPU). They stop a run cleanly, even if a
+signal reaches only one of the run's processes. A rank whose output has lost its reader stops the run like SIGHUP. A run
+that nohup has started ignores both SIGHUP and a lost reader.
 
 After the first stop signal:
 
@@ -48,8 +48,8 @@ Observer = Callable[[int], AbstractContextManager[None]]
 # A function that the loop calls after each step, to synchronize DiLoCo's replica groups if that is due. Its arguments
 # are the step, whose work is queued on the device; the progress of this rank's group after the step; and True after
 # the last step of the run. Groups skip steps independently, but share one learning rate schedule. The function
-# therefore returns the common progress, from which training continues, and True if the ranks of all groups are at the
-# same step, so that they may decide together to stop.
+# therefore returns the common progress, from which training continues. It also returns True if the ranks of all groups
+# are at the same step, so that they can communicate and decide together to stop.
 Synchronize = Callable[[LaunchedStep, TrainingProgress, bool], tuple[TrainingProgress, bool]]
 
 

@@ -157,8 +157,8 @@ def zero3_traffic(
     )
     cross = micro_batches * (2 * weights + gradients) * (ranks - 1) // ranks
     domains, nodes = layout.cross * layout.replicate * layout.replica_group, layout.cluster.num_nodes
-    # If a local domain spans several nodes (an NVLink rack, or tensor parallelism across nodes), the uplinks of these
-    # nodes share the bytes of one ring, so each uplink carries only a part of them.
+    # A local domain may span several nodes, in an NVLink rack or with tensor parallelism across nodes. The uplinks of
+    # these nodes then share the bytes of one ring, and each uplink carries only a part of the bytes.
     if domains != nodes:
         formula += f", which {nodes // domains} nodes share"
         cross = cross * domains // nodes

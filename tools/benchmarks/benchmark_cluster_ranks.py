@@ -1,8 +1,8 @@
 """Rank process of benchmark_cluster.py: holds the models of all variants and runs one step of a variant per command.
 
 Rank 0 receives commands from the benchmark through a pipe and passes them to the other ranks. A command runs one
-optimizer step, timed between two barriers. With local steps, it runs a whole cycle of H steps, which begins after one
-merge and ends with the next, so that no message is in flight when another variant runs.
+optimizer step, timed between two barriers. With DiLoCo, a command runs a whole cycle of H local steps. The cycle begins
+after one merge of outer gradients and ends with the next, so that no message is in flight when another variant runs.
 
 Steps run the code of pretrain_gpt.py. On CPUs its reduce-scatter is a ring, which sends half as many bytes as the
 reduce-scatter of gloo.
@@ -117,9 +117,9 @@ def serve(cluster: Cluster, flags: dict[str, str], control: int, worker: Worker)
     A command with the name ESTIMATE in place of a variant measures links and devices as a run does at its start. The
     answer to this command has the planner's estimate of the seconds per step, by variant.
 
-    The answer to any other command has the entries "seconds" (per step, between two barriers), "loss" (of the last
-    step), "cross_bytes" (sent to other nodes, per node and step, by the program's counters) and "steps" (number of
-    steps).
+    The answer to any other command has these entries: "seconds" per step, between two barriers; "loss" of the last
+    step; "cross_bytes", which a node has sent to other nodes per step, by the program's counters; and "steps", the
+    number of steps.
     """
     # ---- build all variants
     multiply_in_fp32_()
