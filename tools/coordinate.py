@@ -4,8 +4,8 @@
     python tools/coordinate.py --folder /data/run7 --listen 10.8.0.1:29700 --secret-file run7.secret
 
 The program needs neither torch nor a GPU and holds no weights. Start it once per run, at an address that all groups can
-reach. The coordinator may be killed and started again at any time; the groups finish their current interval and wait
-for it. Its journal in FOLDER/coordinator has one line per event of the run.
+reach. The coordinator may be killed and started again at any time. Without the coordinator, the groups finish their
+current interval, and then wait. The journal in FOLDER/coordinator has one line per event of the run.
 """
 
 from __future__ import annotations

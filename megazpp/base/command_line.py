@@ -361,8 +361,8 @@ def sift_flags(
     kept, notices, problems, refused, ignored = list[Given](), list[str](), list[str](), list[str](), list[str]()
     for given in flags:
         flag = known.get(given.name)
-        # `--no-NAME` turns off the switch `--NAME` of Megatron-LM. It is ignored if `--NAME` is ignored and takes no
-        # value.
+        # `--no-NAME` turns off the switch `--NAME` of Megatron-LM. `--no-NAME` is ignored if `--NAME` is ignored and
+        # takes no value.
         if flag is None and given.name.startswith("--no-"):
             switch = known.get("--" + given.name.removeprefix("--no-"))
             flag = switch if switch is not None and (switch.verdict, switch.arity) == ("ignored", "0") else None

@@ -2,7 +2,7 @@
 
 A writer creates a file under a temporary name, flushes the file to disk, renames the file, and flushes the folder to
 disk. Readers therefore never see an incomplete file, and a visible file survives a power failure. Locks are kernel
-locks (flock), which the kernel releases when their process ends for any reason.
+locks (flock). The kernel releases a lock when the process that holds it ends for any reason.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ def write_checkpoint(
     """Write one complete checkpoint, set the tracker file to it, and delete older checkpoints that are not kept.
 
     All ranks call this. When it returns, the checkpoint is on disk. `keep_last` and `retain_interval` determine which
-    older checkpoints are kept; if both are None, all of them.
+    older checkpoints are kept. If both are None, all older checkpoints are kept.
 
     Args:
         record: metadata of the checkpoint, the content of run.json. Its progress contains the iteration.

@@ -346,7 +346,7 @@ class WeightOpener:
     """The opener of a checkpoint's weights. This class is for checkpoints that contain all weights of their model.
 
     An optional feature, such as LoRA, replaces it by a subclass for checkpoints that contain only changes of another
-    checkpoint's weights. That other checkpoint is called their base.
+    checkpoint's weights. That other checkpoint is called the base.
 
     Attributes:
         bases: folders of checkpoints in which the subclass looks for a base first.

@@ -17,9 +17,10 @@ that `torch.distributed.checkpoint.state_dict` uses.
 
 Sharded tensors are DTensors. The checkpoint therefore contains their placement, and a run with any layout can read
 them. In a key, {layout} has sizes of the parallel layout, such as 2x4, and {coordinates} has a rank's index for each of
-these sizes, such as 1x3. A key with both belongs to one rank. Only a run with the same layout reads such tensors; any
-other run starts with new values. A rank's coordinates do not depend on its rank number, so hosts may be in another
-order. The secondary partition is saved only for lossless weight deltas, because otherwise the shards determine it.
+these sizes, such as 1x3. A key with {layout} and {coordinates} belongs to one rank. Only a run with the same layout
+reads such tensors; any other run starts with new values. A rank's coordinates do not depend on its rank number, so
+hosts may be in another order. The secondary partition is saved only for lossless weight deltas, because otherwise the
+shards determine it.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def _read_config(settings: Settings) -> dict[str, Any]:
     settings.absent("apply_residual_connection_post_layernorm", "multi_latent_attention", "rotary_interleaved")
     settings.absent("num_experts", "window_size", "quick_geglu", "activation_func_clamp_value")
     # These arguments change what the model computes, but not the names and shapes of its tensors. So no later check
-    # would notice them.
+    # would show that the converted model computes something else.
     settings.absent("qk_l2_norm", "use_mup")
     settings.absent("no_rope_freq", empty=(None, 0))
     settings.only("softmax_type", "vanilla")

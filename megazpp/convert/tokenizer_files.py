@@ -107,8 +107,8 @@ def find_differences(tokenizer: Tokenizer) -> list[str]:
 def _describe_sentencepiece(model: bytes, eod: int | None) -> dict[str, dict[str, Any]]:
     """Return the files, by name, that transformers needs in addition to a SentencePiece model's file.
 
-    transformers reads a model of merges (BPE) itself. It would misread a model of probabilities (unigram), so a
-    tokenizer.json is added for such a model.
+    transformers reads the file of a BPE model (merges) as it is, but it would misread the file of a unigram model
+    (probabilities). A tokenizer.json is therefore added for a unigram model.
 
     Args:
         model: content of the SentencePiece model's file.

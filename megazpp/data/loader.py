@@ -162,7 +162,7 @@ class MicroBatch(NamedTuple):
         tokens: [B, S] int64 token ids, the inputs of the model.
         labels: [B, S] int64 token ids; each id follows the input at the same index.
         loss_mask: [B, S] fp32, 1 where the loss of a label counts and 0 elsewhere.
-        position_ids: [B, S] int64 positions of the inputs, in their sample or document.
+        position_ids: [B, S] int64 position of each input in its sample or, with --reset-position-ids, in its document.
         document_starts: [D + 1] int32 offsets of the documents in the B * S inputs, and B * S at the end. The first
             input of each sample always starts a document. None without --reset-attention-mask.
     """

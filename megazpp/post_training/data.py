@@ -1,7 +1,7 @@
 """Datasets of post-training, and the micro-batches that are made of their samples or of sampled completions.
 
-A sample of a dataset is a supervised example, several of them with --packing, a pair of answers, or a prompt. N is the
-number of samples in one epoch.
+A sample of a dataset is a supervised example (with --packing several supervised examples), a pair of answers, or a
+prompt. N is the number of samples in one epoch.
 
 In training, each epoch is a separate permutation of these N samples, which depends on the seed and the number of the
 epoch. Sample i of the run is number i mod N in the permutation of epoch i // N. Held-out datasets keep the order of the
@@ -17,8 +17,8 @@ a dataset have the same size, so `BatchLoader` handles them like pretraining's s
 A mask is 1 where the token is to be predicted. Sampled completions are also laid out in rows of S inputs. `shortened`
 then cuts each micro-batch after its longest answer, rounded up as `row_multiple` says.
 
-With --packing a sample holds several examples, each with positions from 0. They are packed once for all epochs, by
-best fit in the order of decreasing length (TRL's `bfd`).
+With --packing a sample holds several examples, each with positions from 0. The examples are packed once for all epochs,
+by best fit in the order of decreasing length (TRL's `bfd`).
 
 Supervised training uses pretraining's `MicroBatch`. The other batches begin with the fields of a `MicroBatch`, so the
 model is called with each of them in the same way. At index t of a row are the input `tokens[:, t]` and the token after

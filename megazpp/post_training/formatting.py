@@ -483,8 +483,8 @@ def _encode(text: str, learned: Sequence[tuple[int, int]], ends: bool, tokenizer
 
     Returns:
         the token ids; the loss mask; and True if one of the ranges begins inside a token. The mask is 1 where a token
-        has a character that is trained on, and at tokens that are added after a range at the end of the text. It is
-        always 0 at the first token.
+        has a character that is trained on, and at tokens that are added after a range at the end of the text. The mask
+        is always 0 at the first token.
     """
     # For a token that stands for one byte of a character, some tokenizers report an empty range of characters. Count
     # such a token as one character wide, so that it overlaps the ranges that are trained on.

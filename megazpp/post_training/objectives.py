@@ -128,7 +128,7 @@ class PreferenceLoss:
         config: flags of the objective.
         dims: parallel layout.
         reference: function that computes the reference model's log-probabilities, for batches of dpo without
-            `ref_logps`; None if all batches have them, or for reward.
+            `ref_logps`; None if all batches have `ref_logps`, or for the objective reward.
     """
 
     def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Logps | None = None) -> None:

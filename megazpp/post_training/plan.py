@@ -120,7 +120,7 @@ def plan_models(
             once[Memory.UNPACKED] = max(once[Memory.UNPACKED], base[Memory.UNPACKED])
         # Without --precompute-ref-log-probs, dpo runs the reference model in each micro-batch, while the gradients of
         # earlier micro-batches are in memory. With this flag, dpo runs the reference model before training, when there
-        # are no gradients. The estimate includes them all the same, so it is then an upper bound.
+        # are no gradients. The estimate includes gradients all the same, so it is then an upper bound.
         if not post.draws:
             once |= {kind: training[kind] for kind in (Memory.GRADIENTS, Memory.PARTIAL_SUMS)}
         phases["asking"] = standing + reward + reference + Counter(once)

@@ -1,11 +1,11 @@
 """Reward functions (--reward-funcs): Python callables that give rewards to sampled completions, as in TRL.
 
 A reward function `f(prompts, completions, completion_ids, **columns)` returns a list with a number for each completion,
-or None for a completion without a reward. It may be a coroutine function (async def). Each prompt is a string or a list
-of messages, as in the data. Each completion is a string, or a list with one message of the assistant if the prompt is a
-list of messages. `completion_ids` are the token ids of each completion, including the token that ended it. `columns`
-are the other columns of the data, each as a list. All arguments are passed by name. A function without `**` gets only
-the arguments that it names.
+or None for a completion without a reward. `f` may be a coroutine function (async def). Each prompt is a string or a
+list of messages, as in the data. Each completion is a string, or a list with one message of the assistant if the prompt
+is a list of messages. `completion_ids` are the token ids of each completion, including the token that ended it.
+`columns` are the other columns of the data, each as a list. All arguments are passed by name. A function without `**`
+gets only the arguments that it names.
 """
 
 from __future__ import annotations

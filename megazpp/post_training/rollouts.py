@@ -10,14 +10,15 @@ One generation samples the completions for `slices` x `passes` optimizer steps, 
     rewards         by reward functions and a reward model; all ranks get the rewards and lengths of all completions
     old policy      log-probabilities (and values) of the policy before its first update with these completions. They
                     are computed by the same forward, in the same micro-batches, as in training, so that the probability
-                    ratio is exactly 1 in the first step. Only for PPO, or if the buffer is for more than one step
+                    ratio is exactly 1 in the first step. This stage is only for PPO, and for buffers that serve more
+                    than one step
     reference       log-probabilities of the reference model
     advantages      from the rewards of the same prompt's completions (GRPO) or from values (PPO)
 
-A generation takes the prompts that follow those of the generation before it. Completions and prompts of a generation
-are numbered from 0 over all ranks. Completion i belongs to prompt i // group size. Its random numbers depend on the
-seed, the number of the generation, and i. So prompts and samples do not depend on the parallel layout. A checkpoint
-contains the buffer if further steps still need it.
+A generation takes the prompts that follow the prompts of the previous generation. Completions and prompts of a
+generation are numbered from 0 over all ranks. Completion i belongs to prompt i // group size. The random numbers of
+completion i depend on the seed, the number of the generation, and i. So prompts and completions do not depend on the
+parallel layout. A checkpoint contains the buffer if further steps still need it.
 
 Legend: n completions of this data rank, N completions of all ranks, S tokens of a row, F rewards of a completion.
 """
@@ -182,8 +183,8 @@ class PolicySampler:
             for row in rows:
                 row.finish()
             return drawn, [row.text for row in rows]
-        # Decode each prompt together with its completion, so that a space between them is kept. A token that ended the
-        # completion is not part of the text.
+        # Decode each prompt together with its completion, so that a space between prompt and completion is kept. A
+        # token that ended the completion is not part of the text.
         texts = []
         for prompt, tokens, length in zip(prompts, drawn.tokens.tolist(), drawn.lengths.tolist(), strict=True):
             last = length - (tokens[length - 1] in ends)

@@ -178,8 +178,8 @@ class Feature:
 def weight_opener(features: Sequence[Feature], sections: Sequence[Any]) -> WeightOpener:
     """Return the object that opens the weights of checkpoints.
 
-    The first feature with `opens_weights` provides it. Without such a feature, the result is the default opener. It
-    reads checkpoints that store every weight, as pretraining writes them.
+    The first feature with `opens_weights` provides the opener. Without such a feature, the result is the default
+    opener, which reads only checkpoints that store every weight, as pretraining writes them.
 
     Args:
         features: optional features of the program.

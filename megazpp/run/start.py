@@ -1,7 +1,7 @@
 """Start of every distributed program, before its workers exist.
 
-A program's `main` is decorated with `distributed_program`. `main` reads and checks its flags. It then either starts the
-workers (`start_workers`), which run the same `main`, or becomes a worker itself (`worker_process` in
+A program's `main` is decorated with `distributed_program`. `main` reads and checks its flags. The process then either
+starts the workers (`start_workers`), which run the same `main`, or becomes a worker itself (`worker_process` in
 parallel/worker.py). The functions that return a cluster use only flags and environment variables, because the workers
 that could discover the cluster have not started.
 """

@@ -45,7 +45,8 @@ SHOWN = 8
 class LossHistory:
     """The last `WINDOW` (100) finite losses, which checkpoints save; empty without --loss-spike-sigma.
 
-    A loss that lies more than --loss-spike-sigma standard deviations above their mean is a loss spike.
+    A later loss is a loss spike if it is more than --loss-spike-sigma standard deviations above the mean of these
+    losses.
     """
 
     def __init__(self) -> None:

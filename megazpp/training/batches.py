@@ -2,9 +2,9 @@
 
 The global batch size is constant or ramps up in equal increments, as in Megatron-LM.
 
-A resumed run may have other batch sizes than the run that saved its checkpoint. Its plan therefore starts at the
-iteration and the number of samples of the checkpoint. A run of --train-samples N ends when fewer of the N samples are
-left than the next step would take.
+A resumed run may have other batch sizes than the run that saved its checkpoint. The plan of the resumed run then starts
+at the iteration and the number of samples of the checkpoint. A run of --train-samples N ends when fewer of the N
+samples are left than the next step would take.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ from megazpp.zero.sharding import Sharding
 SPIKE, SPIKE_STEPS = 10, 10
 MEBI = 1024 * 1024
 
-# A function that evaluates held-out data, and returns the result, which is equal on all ranks. It calls its argument
-# before each batch.
+# A function that evaluates held-out data, and returns the result, which is equal on all ranks. Its argument is a
+# function that it calls before each batch, for example to end the evaluation after a stop signal.
 Validation = Callable[[Callable[[], None]], float]
 
 

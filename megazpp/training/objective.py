@@ -1,9 +1,9 @@
 """The loss that training minimizes (the objective), and its evaluation on held-out data.
 
 Every loss is a sum over the complete global batch. Before the first micro-batch, an objective computes the loss's
-denominators from all micro-batches of all data ranks. The loss of a micro-batch, divided by them, is the micro-batch's
-contribution to the step's loss. The step's loss therefore depends neither on the number of ranks nor on the size of
-micro-batches.
+denominators from all micro-batches of all data ranks. The sum of losses of a micro-batch, divided by these
+denominators, is the micro-batch's contribution to the step's loss. The step's loss therefore depends neither on the
+number of ranks nor on the size of micro-batches.
 """
 
 from __future__ import annotations

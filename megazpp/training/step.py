@@ -2,8 +2,8 @@
 
 Each step also computes the gradient norm, by which it decides to update or to skip. Gradients are sums: each loss is
 divided once by a denominator of the complete global batch (objective.py). Nothing is averaged over data ranks or
-micro-batches, so the result does not depend on how samples are spread over them. With fp16, the loss is multiplied by
-the loss scale, and the gradients are divided by it.
+micro-batches, so the result does not depend on how samples are spread over ranks and micro-batches. With fp16, the loss
+is multiplied by the loss scale, and the gradients are divided by the loss scale.
 
 By default the host does not wait between the backward and the update. The fused optimizer receives two scalars on the
 device: the divisor of the gradients, and a flag that is 1 if the loss or the norm is not finite. If the flag is 1, the

@@ -81,8 +81,8 @@ VARIANTS = {  # flags of pretrain_gpt.py; with DiLoCo each node is a replica gro
 class Sample(NamedTuple):
     """Measurement of one optimizer step of one variant.
 
-    With DiLoCo a measurement covers a cycle of H local steps, from one synchronization to the next. It has means over
-    the cycle, and the loss of the cycle's last step.
+    With DiLoCo a measurement covers a cycle of H local steps, from one synchronization to the next. The attributes are
+    then means over the cycle, except `loss`, which is the loss of the cycle's last step.
 
     Attributes:
         rate: bandwidth of the links between nodes, such as 100mbit.

@@ -9,7 +9,8 @@ compiles kernels on a GPU. On a CPU with one thread, the clock is the thread's C
 affects less.
 
 A lossless weight delta encodes how the 20th AdamW step with the given learning rate changes bf16 weights, at most 2^28
-of them. Its rate in GB of weights per second, at 2 bytes per weight, is twice the column Gelement/s.
+of them. For a delta, the column Gelement/s counts weights of 2 bytes. Twice this column is the rate in GB of weights
+per second.
 """
 
 from __future__ import annotations
