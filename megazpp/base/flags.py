@@ -201,7 +201,7 @@ def in_use(config: Any, name: str, value: Any) -> str:
 
 
 def asks(value: Any) -> bool:
-    """Return True if a flag's value enables something: every value except None, False and (). The number 0 does."""
+    """Return True if a flag's value enables something: every value, also the number 0, except None, False and ()."""
     return not (value is None or value is False or value == ())
 
 

@@ -108,8 +108,8 @@ _RANKS = (*(names.rank for names in (_TORCHRUN, *_MPI, _PMI, _SRUN)), "MPI_LOCAL
 def find_launcher(env: Mapping[str, str] = os.environ) -> Launched | None:
     """Return this process's rank from its launcher's environment variables; None if no launcher has started it.
 
-    A job of a single rank counts as launched only with torchrun's variables, not with those of other launchers. The
-    module's docstring gives the reason for this, and for the order of the checks.
+    A job of a single rank counts as launched only with torchrun's variables, not with the variables of other launchers.
+    The module's docstring says what happens with such a job, and why the order of the checks matters.
 
     Raises:
         ValueError: a variable is not a number, or is out of range, or the environment has a rank but no number of

@@ -325,7 +325,7 @@ def data_notes(
 def flag_notes(saved: Mapping[str, Any], flags: Mapping[str, Any], names: Iterable[str], where: Path) -> list[str]:
     """Return a note that lists the flags of training whose values in a resumed run differ from the checkpoint's.
 
-    Flags that are compared elsewhere are left out: those of the model's shape (`check_same_model`), of the samples
+    Flags that are compared elsewhere are left out: flags of the model's shape (`check_same_model`), of the samples
     (`data_notes`) and of the schedule (`agreed_schedule`).
 
     Args:

@@ -273,7 +273,7 @@ class Weights(StatePart):
         return under(MODEL, {key: x for key, x in own.items() if key in saved or not key.startswith(SCALAR_HEAD)})
 
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
-        """Invalidate the secondary partition, which nodes have gathered from the weights before the load.
+        """Invalidate the secondary partition, which still has the weights that the run had before the load.
 
         Returns:
             A list with a note if the checkpoint has no scalar head, so that it begins with random weights; otherwise
@@ -438,7 +438,7 @@ class SecondaryPartition(StatePart):
         """
         if any(key.startswith(REPLICA_GROUP) for key in saved):
             # In a DiLoCo checkpoint, the secondary partition belongs to the inner weights of one replica group. The run
-            # loads the outer weights from `model.`, to which weight deltas of the secondary partition would not fit.
+            # loads the outer weights from `model.`, which weight deltas relative to these inner weights would not fit.
             return {}
         own: dict[str, torch.Tensor] = {}
         for gather in self._sharding.residents:

@@ -45,7 +45,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 FILE_BYTES = 5 * 10**9  # largest size of a safetensors file in bytes, as in transformers
 # If a folder has the file ADAPTER, from_pretrained changes the weights by an adapter. If a folder has files that match
-# SHARDS, from_pretrained reads the weights in these files instead of those in the model's files.
+# SHARDS, from_pretrained reads the weights in these files instead of the weights in the model's files.
 ADAPTER, SHARDS = "adapter_config.json", "shard-*-model-*-of-*.safetensors"
 _SCORE, _CLASSIFIER = "score.weight", "ForSequenceClassification"
 Architecture = Gpt2 | Relative

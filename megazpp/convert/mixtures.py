@@ -27,7 +27,7 @@ from megazpp.convert.model import ForeignTensors, same
 from megazpp.convert.settings import Settings
 from megazpp.model.config import GPTConfig
 
-# Keys of config.json that decide which layers have experts: every n-th layer, except those in a list
+# Keys of config.json that decide which layers have experts: every n-th layer, except the layers in a list
 _SPARSE = "decoder_sparse_step", "mlp_only_layers"
 
 

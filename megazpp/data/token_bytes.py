@@ -1,7 +1,8 @@
 """Count the bytes of UTF-8 text that token ids encode, for the metric bits per byte.
 
-The bytes are counted for each token, not by decoding a complete sample. The edge of a sample can cut a character into
-tokens of single bytes. A decoder would replace them by U+FFFD, which has three bytes in UTF-8.
+The bytes are counted for each token, not by decoding a complete sample. The edge of a sample can cut through a
+character whose bytes are separate tokens. A decoder would replace the remaining bytes by U+FFFD, which has three bytes
+in UTF-8.
 """
 
 from __future__ import annotations

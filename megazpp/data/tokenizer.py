@@ -220,7 +220,7 @@ class Tokenizer:
     special_ids: Mapping[str, int]
     added_ids: Collection[int]
     _finds_eod = False  # True if the method `_encode_spans` of this class already encodes eod_name in a text as eod
-    # largest id of the tokenizer itself, which `fit` stores because it changes `vocab_size`; -1 before a call of `fit`
+    # largest id of the tokenizer itself, which `fit` stores before it changes `vocab_size`; -1 before a call of `fit`
     _largest = -1
 
     def encode(self, text: str) -> list[int]:

@@ -66,8 +66,8 @@ from megazpp.zero.sharding import Sharding, WeightHandle
 _KNOWN = RolloutBatch._fields[5:]
 # Fields of the configs of post-training and of sampling that decide neither which completions a generation has, nor
 # what the buffer stores about each completion. A run that is resumed with another value keeps the checkpoint's buffer.
-# --ref-checksum is among them, because a resume sets it even if the first start did not have it. The frozen base
-# weights are compared with it when they are loaded.
+# --ref-checksum is among these fields, because a resume sets it even if the first start did not have it. The loading of
+# the frozen base weights compares them with --ref-checksum.
 _FREE = ("log_completions", "rollouts_at_once", "eval_on_start", "sample_prompt", "ref_checksum")
 
 
@@ -399,7 +399,8 @@ class RolloutLoader(StatePart):
                 "so there is no reward to train with; give each completion a number from at least one function"
             )
         self._once = {"rollout/seconds": seconds, "rollout/tokens_per_second": float(table[:, -2].sum()) / seconds}
-        # Gather the completions of the first prompts for the log, because one prompt may have some on each rank
+        # Gather the completions of the first prompts for the log, because the completions of a prompt may be on several
+        # ranks
         if config.log_completions:
             names, count = self._reward_names, config.log_completions * config.group_size
             own = {

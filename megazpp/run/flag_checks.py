@@ -36,7 +36,7 @@ def check_flags(config: RunConfig) -> None:
 
 
 def check_paths(parsed: ParsedRun, *, needs_load: bool = False, pairs: bool = True) -> bool:
-    """Check that inputs which flags name exist, that output folders can be created, and that --cluster-file is right.
+    """Check that the inputs in flags exist, that output folders can be created, and that --cluster-file is right.
 
     Args:
         parsed: command line of the program.

@@ -118,7 +118,7 @@ def facts_of(parsed: ParsedRun, record: CheckpointMetadata | None) -> dict[str, 
         record: metadata of the checkpoint that this rank would load; None without one.
     """
     # If hosts have separate folders, an interrupted save may have completed the checkpoint on some hosts only. The
-    # name of the fact is part of the error, so it says what to do.
+    # error message contains the name of the fact, so this name says what to do.
     name = "the checkpoint to load (copy it to all hosts, or move it away where it is found)"
     found = {name: "none" if record is None else "found"}
     # The paths of these folders may differ between hosts, so compare only whether each path is given. A rank without a

@@ -267,7 +267,7 @@ def choose_weight_delta(
         cluster, _ = measure_cluster(config, cluster, dims, device)
 
     def estimate() -> WeightDelta | None:
-        """Return the format of weights that the first feature able to estimate a run chooses; None without one.
+        """Return the format of weights that the first feature with an estimate chooses; None if no feature has one.
 
         The planner is the only feature that can estimate a run.
         """

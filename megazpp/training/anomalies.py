@@ -8,9 +8,9 @@ The loss and the gradient norm are already reduced over all ranks, so all ranks 
 loss scale, a gradient that is not finite only skips the step, as long as the scale can still decrease
 (`LossScaler.accepts_overflow`). A loss that is not finite ends the job with any loss scale.
 
-By default only the first check is active. The optimizer then skips a step that is not finite, on the device. The host
-reads the loss and the norm one step later, before the next update (step.py). Until then, `Evidence` keeps the values
-that the error message needs.
+By default only the check for values that are not finite is active. If it finds such a value, the optimizer skips the
+update on the device, without the host. The host reads the loss and the norm one step later, before the next update
+(step.py). Until then, `Evidence` keeps the values that the error message needs.
 
 A sum over ranks spreads a NaN or Inf to all ranks. Each rank therefore also checks its own gradients before they are
 reduced (`Sharding.watch_gradients`: one pass per sharding unit, without a wait for the device). If the gradient norm of
