@@ -1,4 +1,4 @@
-"""Save the checkpoints of a training run, load the one that it starts from, and return to one after a loss spike.
+"""Save the checkpoints of a training run, and load the checkpoint that the run starts from.
 
 Every rank writes its tensors into the folder `iter_N.partial` in the format of torch.distributed.checkpoint. Then rank
 0 adds the metadata and renames the folder to `iter_N`, so a folder with this name is always complete.
@@ -92,7 +92,7 @@ def take_folder(folder: CheckpointFolder, axis: MeshAxis, say: Callable[[str], N
 
 
 class Checkpoints:
-    """The checkpoints of a training loop: saving, loading, and returning to an earlier one. All ranks call all methods.
+    """The checkpoints of a training run, with methods to save and load them. All ranks call all methods.
 
     Args:
         config: checkpoint flags.

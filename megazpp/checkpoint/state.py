@@ -10,10 +10,10 @@ Every tensor in a checkpoint has a key, and each part of the state has a separat
                                                this parameter, a scalar
     feedback.{layout}.{coordinates}.{buffer}   error feedback of one rank
     rng.{layout}.{coordinates}.{generator}     states of the random generators of one rank
-    extra.{name}                               values that a training method keeps between steps, read by every rank
+    extra.{name}                               completions that GRPO or PPO trains on in later steps, read by every rank
 
-Features add more parts, in diloco/state.py and post_training/reference.py. Weights and optimizer states have the keys
-that `torch.distributed.checkpoint.state_dict` uses.
+Features add parts: the last one is in post_training/rollouts.py, and others are in diloco/state.py and
+elastic/state.py. Weights and optimizer states have the keys that `torch.distributed.checkpoint.state_dict` uses.
 
 Sharded tensors are DTensors. The checkpoint therefore contains their placement, and a run with any layout can read
 them. In a key, {layout} has sizes of the parallel layout, such as 2x4, and {coordinates} has a rank's index for each of

@@ -13,7 +13,8 @@ Names of tensors in the versions of Megatron-LM:
     decoder.layers.N.self_attention.linear_qkv.weight  ...   the same tensors in Megatron-Core
 
 Layout of the rows of query_key_value on a rank with np heads of hn channels: [np, 3, hn] from checkpoint_version 2.0
-on, with grouped queries [groups, queries + 2, hn], as in `GPTModel`. Earlier versions, of 2020, have other layouts.
+on, with grouped queries [groups, queries + 2, hn], as in `GPTModel`. Earlier versions, of 2020, have other layouts and
+are rejected.
 
 This file is longer than 300 lines because all of it concerns this one format.
 """
@@ -54,7 +55,7 @@ _DAMAGE = (OSError, zipfile.BadZipFile, RuntimeError, EOFError, LookupError, Val
 # Matches the name of a parameter in a layer; the groups are the layer's number, the module, and "weight" or "bias"
 _LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 # In Transformer Engine, a linear layer may contain the norm before it. The pattern matches the names of such norms'
-# parameters, and the dictionary has the norm's usual name for each linear layer.
+# parameters. By linear layer, the dictionary has the name of the norm in checkpoints where it is a separate module.
 _FUSED_NORM = re.compile(r"(.*\.)(?:self_attention\.|mlp\.)(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)")
 _FUSED_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
 _LAYER_NAMES = {  # name of a layer's module in Megatron-LM, without the "self_" of self_attention: name in `GPTModel`

@@ -24,8 +24,8 @@ from megazpp.data.tokenizer_folder import (
 )
 
 _EOD = "<eod>"
-# Texts to compare two tokenizers: one that SentencePiece's usual normalizations change, one that begins with a space,
-# and one with characters for which most models have no piece
+# Texts to compare two tokenizers: one that SentencePiece normalizes by default, one that begins with a space, and one
+# with characters for which most models have no piece
 _UNUSUAL = ("a  \N{FULLWIDTH LATIN CAPITAL LETTER B}\tc ", " a", "a\x01\N{SNOWMAN}\x02 b")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # character by which SentencePiece represents a space
 _NEVER = -1e6  # log probability of a piece that the tokenizer must never choose
@@ -69,7 +69,7 @@ def _written_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 def token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the entries of config.json about special tokens, such as {"eos_token_id": 0}. None means no token.
 
-    Without these entries, transformers would take the ids that are usual for the model's class.
+    Without these entries, transformers would take the default ids of the model's class.
 
     Args:
         tokenizer: tokenizer of the model; None if it is not known.

@@ -249,7 +249,7 @@ def default_run_dir(config_name: str, now: datetime.datetime) -> Path:
     """Create the run folder runs/<time>-<config name>, with a number appended if it exists, and return its path.
 
     If two jobs start in the same second, only one of them can create the folder; the other job takes the next number.
-    If the folder cannot be created, its path is returned all the same. `make_writable` then reports the reason.
+    If the folder cannot be created, the function still returns its path, and `make_writable` later reports the reason.
     """
     first = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{config_name}"
     while True:

@@ -1,7 +1,8 @@
 """Combine the measurements of all ranks into log lines, files of the run folder, and records for wandb and TensorBoard.
 
-Only the `Tracker` of rank 0 writes records. wandb and TensorBoard (sinks.py) receive single steps and log intervals;
-metrics.jsonl receives log intervals only. The results at the end of a run are in results.py.
+Only the `Tracker` of rank 0 writes records. Each log interval is a record in metrics.jsonl, wandb and TensorBoard
+(sinks.py), and each validation is a record in validation.jsonl, wandb and TensorBoard. Single steps are not recorded.
+The results at the end of a run are in results.py.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     Args:
         folder: the run folder on rank 0; None on other ranks, where nothing is recorded.
-        sinks: wandb and TensorBoard, as far as `open_sinks` has opened them.
+        sinks: the sinks that `open_sinks` has opened: wandb, TensorBoard, both or none.
     """
 
     def __init__(self, folder: RunFolder | None = None, sinks: Sequence[Sink] = ()) -> None:

@@ -28,7 +28,7 @@ def open_sinks(
     *,
     first: int | None = None,
 ) -> list[Sink]:
-    """Open wandb and TensorBoard, as far as the flags request them, and return the open sinks.
+    """Open each of the sinks wandb and TensorBoard that the flags request, and return the open sinks.
 
     If a sink cannot be opened, a warning is printed, and the sink is left out.
 
