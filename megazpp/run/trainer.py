@@ -336,8 +336,8 @@ class Trainer:
     Attributes:
         guard: object that decides for each step whether the optimizer may update the weights.
         values: training state that is not stored in tensors, such as the loss scale.
-        states: groups of tensors that checkpoints store besides the groups in `TrainingParts.states`. A feature may add,
-            wrap or replace elements of this list.
+        states: groups of tensors that checkpoints store besides the groups in `TrainingParts.states`. A feature may
+            add, wrap or replace elements of this list.
         flags: values of flags that checkpoints record, by field name. A feature may add entries.
         attached: functions of the optional features that the run calls, one element per feature.
         checkpoints: writer and reader of the run's checkpoints.
