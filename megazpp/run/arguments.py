@@ -1,8 +1,7 @@
 """All flags of a training run as config dataclasses, and the parser that reads them from the command line.
 
 `RunConfig` holds one config of each class of the core, and the configs of optional features. `parse_run_config` reads
-these configs from the command line. run/flag_checks.py and run/checks.py then
-check combinations of flags.
+these configs from the command line. run/flag_checks.py and run/checks.py then check combinations of flags.
 """
 
 from __future__ import annotations

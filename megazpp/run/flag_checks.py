@@ -48,8 +48,8 @@ def check_paths(parsed: ParsedRun, *, needs_load: bool = False, pairs: bool = Tr
         False, because no flag asks for information only (see `answer_flags`).
 
     Raises:
-        ValueError: paths do not exist or are files, or the cluster file is wrong. The message has one line per flag and
-            path.
+        ValueError: an input does not exist, an output folder cannot be created, or the cluster file is wrong. The
+            message has one line per flag and path.
     """
     problems, data, checkpoint = Problems(), parsed.config.data, parsed.config.checkpoint
     with problems:

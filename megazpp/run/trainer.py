@@ -242,8 +242,9 @@ def choose_weight_delta(
 ) -> WeightDelta | None:
     """Choose the format in which weights cross nodes, for --zero-weight-delta auto. All ranks call this.
 
-    Rank 0 chooses for all ranks. If neither --cluster-file nor --measure-links is set, all ranks first measure links
-    and device for this choice only: the plan of the run does not use these measurements.
+    Rank 0 chooses for all ranks. If a rank cannot compute lossless deltas, for example without a C compiler, no rank
+    uses them. If neither --cluster-file nor --measure-links is set, all ranks first measure links and device for this
+    choice only: the plan of the run does not use these measurements.
 
     Args:
         config: flags of the run.
