@@ -313,7 +313,8 @@ class Tokenizer:
     def rules(self) -> Any:
         """A value that is equal for two tokenizers of the same kind if both split texts into vocabulary entries alike.
 
-        Added tokens and the special tokens around texts do not count. Values of other processes are not comparable.
+        Added tokens and the special tokens around texts do not count. Compare values of one process only: versions of
+        the package tokenizers write the rules of the same files differently.
         """
         return self.identity
 
