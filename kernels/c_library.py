@@ -21,7 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# C must produce the same bits as the reference in torch, so -ffast-math and fused multiply-adds are off.
+# C must produce the same bits as the implementations in Python and Triton. So -ffast-math and fused multiply-adds are
+# off. -fno-math-errno and -fno-trapping-math change no result, and let the compiler vectorize more loops.
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 COMPILERS = ("cc", "gcc", "clang")
 # Timeout of the compiler in seconds. One compilation takes about a second, but all ranks of a machine may compile at

@@ -39,12 +39,13 @@ def blend_order(
         weights: positive weights of up to MOST_DATASETS datasets; they need not sum to 1.
         num_samples: number of samples n of the blend.
         say: prints a progress line; called about every 3 seconds.
-        clock: returns the time in seconds, like `time.monotonic`, which tests replace.
+        clock: function that returns the time in seconds; tests replace it.
     Returns:
         [n] the index of each sample's dataset, and [n] the sample's number among the blend's samples from that dataset.
     """
     assert 0 < len(weights) <= MOST_DATASETS, f"a blend has 1 to {MOST_DATASETS} datasets, not {len(weights)}"
-    # Fill up to a multiple of AT_ONCE with datasets that provide no samples.
+    # native.c compares AT_ONCE datasets at a time. So fill both arrays up to a multiple of AT_ONCE. The added datasets
+    # have share 0 and an infinite `taken`, so they are never chosen.
     padding = (0, -len(weights) % native.AT_ONCE)
     shares = np.pad(np.array(weights) / np.sum(weights), padding)
     taken = np.pad(np.zeros(len(weights)), padding, constant_values=np.inf)

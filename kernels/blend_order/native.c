@@ -5,7 +5,7 @@
 #include <string.h>
 
 #define LANES 4
-#define AT_ONCE (4 * LANES) /* independent sets of lanes shorten the chain of dependent operations */
+#define AT_ONCE (4 * LANES) /* datasets per iteration; 4 independent vectors shorten the chain of dependencies */
 
 typedef double lanes __attribute__((vector_size(8 * LANES)));
 typedef int64_t masks __attribute__((vector_size(8 * LANES))); /* a lane is -1 for true, 0 for false */

@@ -211,13 +211,14 @@ def _launch_of(
 ) -> tuple[object, ...] | None:
     """Return the key by which `_repeated` finds an equal earlier launch of a Triton kernel; None for C and torch.
 
-    The key holds all properties of the arguments that are checked or that select the compiled kernel. It has each
-    address modulo 16, because Triton compiles another kernel for addresses that are not multiples of 16.
+    The key holds all properties of the tensors that are checked or that select the compiled kernel, and the values of
+    all other arguments, which a repeated launch reuses. It has each address modulo 16, because Triton compiles another
+    kernel for addresses that are not multiples of 16.
 
     Args:
         implementation: module that computes, from `_implementation`.
         tensors: tensor arguments of the launch.
-        others: further arguments that change the compiled kernel.
+        others: arguments of the launch that are not tensors, and the table of the errors for error feedback.
     """
     if implementation is None or implementation is not TRITON:
         return None

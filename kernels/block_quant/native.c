@@ -216,7 +216,7 @@ static inline float quantize_block(
 ) {
     const float scale = scale_of(values, bits, clip, size);
     if (!(fabsf(scale) > 0)) { /* 0 or NaN */
-        memset(payload, bits == 8 ? 0 : 0x88, (size_t)(size * bits / 8));
+        memset(payload, bits == 8 ? 0 : 0x88, (size_t)(size * bits / 8)); /* integers 0, which int4 stores as q + 8 */
         for (int i = 0; keep && i < size; i++) values[i] -= 0 * scale; /* NaN if the scale is NaN */
         return scale;
     }

@@ -149,6 +149,7 @@ def _route_kernel(
             free = (rank == 0) & (expert < num_experts)[None, :]
             values = tl.where(free, ranked, -float("inf"))
             largest = free & (values >= tl.max(values, axis=1)[:, None])
+            # With NaN in a token's logits, `largest` may be False for all experts. The last expert is then chosen.
             best = tl.min(tl.where(largest, expert[None, :], num_experts - 1), axis=1)
             tl.store(place, best.to(tl.int64), mask=token < tokens)
         rank += tl.where(expert[None, :] == best[:, None], k + 1, 0)

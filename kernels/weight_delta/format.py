@@ -15,7 +15,8 @@ of three bodies, each padded to an even number of bytes:
                  computes k from c and the old weight
     remainders   the low k bits of each value, concatenated
     quotients    value >> k in unary: that many zeros, then a one
-    c            exponent at which the block's mean change is 1.6 to 3.2 units in the last place
+    c            exponent at which the mean z of the block is 0.8 to 1.6, if the z of a weight with the old exponent e
+                 counts as z / 2^(c - e); limited to 64..254
 
 Letters in shapes: S: number of weights; B: number of blocks of 256 weights; C: bytes of all bodies together. Bits are
 numbered from the lowest bit of a byte.

@@ -153,7 +153,8 @@ INLINE uint8_t *finish(const struct writer *w) {
 /* Append the unary Rice quotients of 8 weights. Some of the quotients may be 7 or more.
 
 bits: codes of the quotients, limited to 7. masks: a byte for each element, with as many low ones as its code has bits.
-large: the top bits of those bytes whose quotient is at least 7. values, low: the elements and their masks. */
+large: a byte for each element, with its top bit set if the quotient is at least 7. values: the numbers to encode. low:
+(1 << k) - 1 for each number, where k is its Rice parameter. */
 static void append_large(
     struct writer *w, uint64_t bits, uint64_t masks, uint64_t large, const uint16_t *values, const uint16_t *low
 ) {
@@ -236,7 +237,8 @@ INLINE int body_of(
     *changed = count;
     *kind = 0;
     if (!count) return 0;
-    /* ---- compute the exponent c, which determines the block's Rice parameters, from the mean change */
+    /* ---- compute the exponent c, which determines the block's Rice parameters. total / 2^14 is the mean z, where each
+    z is converted to the highest exponent of the block. The factor 5 / 8 makes the mean z 0.8 to 1.6 at exponent c */
     uint32_t total = 0, sums_k = 0, sum_h = 0;
     for (int i = valid; i < BLOCK; i++) e.one[i] = 255;
     for (int i = 0; i < BLOCK; i++) {
@@ -293,7 +295,7 @@ INLINE int body_of(
             body[0] = c;
             for (int i = 0; i < n; i++) body[1 + i] = places[i];
             for (int i = n; i % 16; i++) low[i] = values[i] = 0, one[i] = 1;
-            *code(body + 1 + n, values, low, one, n) = 0;
+            *code(body + 1 + n, values, low, one, n) = 0; /* the byte that makes the size even, if there is one */
             return sparse;
         }
     }

@@ -1,6 +1,9 @@
 """Lossless deltas of CPU tensors in C: compiles native.c at first use, and calls its functions through ctypes.
 
 A call runs on one thread and releases Python's global interpreter lock. Concurrent calls share no state.
+
+Letters in shapes, as in format.py: S: number of weights; B: number of blocks of 256 weights; C: bytes of all bodies
+together.
 """
 
 from __future__ import annotations

@@ -117,7 +117,9 @@ def _measure_kernel(
     The kernel writes the body's kind, the exponent c that determines Rice parameters, the body's bytes, and the number
     of changed elements into `plan`.
     """
-    # ---- compute the exponent c of this block, and from it the Rice parameter k of each weight
+    # ---- compute the exponent c of this block, and from c the Rice parameter k of each weight. total / 2^14 is the
+    # mean z, where each z is converted to the highest exponent of the block. The factor 5 / 8 makes this mean 0.8 to
+    # 1.6 at exponent c
     z, exponent, _ = _load(new, old, size, SHIFT, MASK, ABOVE)
     changed = z != 0
     count = tl.sum(changed.to(tl.int32))
@@ -288,7 +290,7 @@ def _decode_kernel(
 
 @triton.jit
 def _places(body, rank, mask, sparse):
-    """Return the positions in a block of weights to which encoded values belong: the values `rank` of the block's body.
+    """Return the position in the block of the weight to which each encoded value of a block's body belongs.
 
     `rank` is the index of each value in the body. A sparse body lists the positions; in a dense body value i belongs to
     weight i. For a sparse body the result is 0 where `mask` is False.
