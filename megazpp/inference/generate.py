@@ -223,6 +223,7 @@ def draw_completions(
     # each token.
     broken = torch.zeros((), dtype=torch.bool, device=device)
     for count in range(limit):
+        # ---- end here if this rank decides alone; several ranks agree below, so that all run equally many forwards
         stops = stopped()
         if stops and together.size == 1:
             break
@@ -246,8 +247,9 @@ def draw_completions(
         # ---- choose the next token of each row, the same on all ranks
         logits = model.tp.all_gather(part.t()).t()[:, : model.vocab_size].float()
         token = pick_rows(logits, config, uniform[places, count], None if seen is None else seen[places])
-        # One all-reduce gives all ranks the first rank's tokens, because other ranks add zeros. It also counts the
-        # ranks that have caught a stop signal.
+        # One all-reduce gives all ranks of `together` the first rank's tokens, because other ranks add zeros. It also
+        # counts the ranks that have caught a stop signal. The broadcast makes both results equal on all cp ranks, which
+        # generate the same rows.
         own = token if together.rank == 0 else torch.zeros_like(token)
         signal = torch.full((1,), stops, dtype=torch.int64, device=device)
         agreed = model.cp.broadcast_(together.all_reduce_(torch.cat((own, signal))))

@@ -382,7 +382,7 @@ def _open_adapter(folder: Path, config: GPTConfig) -> tuple[Any, dict[str, torch
         )
     peft = import_package("peft", str(path))
     plain: dict[str, Any] = vars(peft.LoraConfig())
-    off: tuple[Any, ...] = (None, False, "", [], {})
+    off: tuple[Any, ...] = (None, False, "", [], {})  # values with which a key of adapter_config.json has no effect
     inits = {"init_lora_weights": _INITS}
     odd = [
         f"{key} {value!r}"

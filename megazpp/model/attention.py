@@ -113,6 +113,7 @@ class SelfAttention(nn.Module):
         rows = config.query_groups * (self.queries_per_group + 2) * self.head_size
         std = config.init_method_std
         self.qkv = ColumnParallelLinear(config.hidden, rows, std=std, bias=config.qkv_bias, **settings.linear)
+        # Muon trains queries, keys and values as three matrices, whose rows alternate in groups of these sizes.
         fused = (self.queries_per_group * self.head_size, self.head_size, self.head_size)
         self.qkv.specs["weight"] = dataclasses.replace(self.qkv.specs["weight"], matrices=fused)
         self.q_norm: Norm | HeadsNorm | None = None

@@ -49,6 +49,7 @@ def float8_product(fmt: Float8Format, *, emulate: bool = False) -> Product:
         raise ValueError(f"--fp8-format {fmt} needs torchao: pip install 'torchao>=0.18' ({error})") from None
 
     def gemms(pad: bool) -> Any:
+        # As torchao does by default, only the product of the forward uses the faster, less exact accumulation.
         backward = ScaledMMConfig(emulate=emulate, pad_inner_dim=pad)
         return LinearMMConfig(ScaledMMConfig(emulate=emulate, use_fast_accum=True), backward, backward)
 

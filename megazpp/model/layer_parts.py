@@ -169,6 +169,7 @@ class HeadsNorm(nn.Module):
         if self.tp.size == 1:
             return F.rms_norm(x.flatten(-2), weight.shape, weight, self.epsilon).view_as(x)
         own = x.flatten(-2).float()
+        # `reduce_from_region_` sums the squares over tp in forward, `copy_to_region` sums their gradients in backward.
         squares = copy_to_region(reduce_from_region_(own.square().sum(dim=-1, keepdim=True), self.tp), self.tp)
         return (own * (squares / self.size + self.epsilon).rsqrt() * weight).to(x.dtype).view_as(x)
 

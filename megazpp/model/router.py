@@ -77,11 +77,10 @@ class Router(nn.Module):
     the balance loss, forward all-reduces counts [B, E] over tp and over cp, because their ranks hold different tokens
     of a sequence.
 
-    On CUDA the kernels of kernels/router compute the same in few launches. PyTorch's operations compute it instead if
-    `forward` gets the argument `counted`, if the sequences of a balance loss are split over tp or cp ranks, or if
-    `find_router` returns None. With these kernels the gradient of
-    the logits is rounded to the dtype of x before the matrix products with x and with the weight, as in all other
-    layers.
+    On CUDA, Triton's kernels in kernels/router compute the same results in few launches. PyTorch's operations are used
+    instead in three cases: `forward` gets the argument `counted`; there is a balance loss, and the sequences are split
+    over tp or cp ranks; or `find_router` returns None. With the kernels, backward rounds the gradient of the logits to
+    the dtype of x before the matrix products with x and with the weight, as all other layers do.
 
     Args:
         config: config of the model.
@@ -111,8 +110,8 @@ class Router(nn.Module):
         self.bias_update_rate = config.moe_router_bias_update_rate
         biased = config.moe_router_enable_expert_bias
         self.register_buffer("expert_bias", torch.zeros(config.num_experts) if biased else None)
-        self._totals: torch.Tensor | None = None
-        self._summed: torch.Tensor | None = None
+        self._totals: torch.Tensor | None = None  # this rank's sums since the last call of `take_totals`
+        self._summed: torch.Tensor | None = None  # sums over all ranks since the last call of `take_summed_totals`
 
     def forward(
         self,

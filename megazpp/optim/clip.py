@@ -227,8 +227,8 @@ def _own_rows(
 ) -> int | None:
     """Return how many rows of this rank's local shard are not padding; None for a parameter without padding rows.
 
-    Each axis of n ranks splits s rows into parts of ceil(s / n) rows. The last ones may be shorter. So the
-    rank's index along the axis gives the first row of its part.
+    Each axis of n ranks splits s rows into parts of ceil(s / n) rows; the last parts may be shorter or empty. So the
+    first row of a rank's part is the rank's index along the axis times ceil(s / n).
     """
     if name not in rows:
         return None

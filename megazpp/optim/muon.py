@@ -167,7 +167,7 @@ class Orthogonalizer:
         # ---- send rows to the ranks that own the matrices. Four lists have a number of elements for each rank of the
         # node. In this exchange, the rank sends `mine` to the owners, and receives `theirs` as an owner. In the
         # exchange after the orthogonalization it sends `back` as an owner, and receives `own`; both count only this
-        # node's rows
+        # node's rows. The lists `under_way` and `coming` keep `sent` in memory during the exchanges
         under_way = []
         for group in self._groups[nodes]:
             by_owner = [[block for block in group if block.owner == peer] for peer in peers]

@@ -125,7 +125,10 @@ def fused_adamw_(
 
 
 class ShardedAdamW(DeviceOptimizer, torch.optim.AdamW):
-    """AdamW whose update is torch's fused kernel on the local tensors of DTensors."""
+    """AdamW whose update is torch's fused kernel on the local tensors of DTensors.
+
+    The constructor is `torch.optim.AdamW`'s, and `step` is `DeviceOptimizer.step`.
+    """
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:

@@ -11,10 +11,10 @@ device waits only if the host falls behind (`Simulation.spend`).
     launch      HOST_MICROSECONDS for each matrix product, each series of passes over memory, and each collective
 
 The seconds of a collective have two terms (alpha-beta model). The first is the latency of its messages, which follow
-one another. The second is the time of the bytes that each rank sends, at the rate of the slowest link on the axis. Of
-the bytes of an all-to-all, only those for ranks of other nodes take the network's time.
+one another. The second is the time of the bytes that each rank sends, at the rate of the slowest link on the axis.
 Small messages therefore reach a low rate: a message of latency x rate bytes reaches half of the link's rate. With 14
-microseconds and 12.5 GB/s this message has 175 kB.
+microseconds and 12.5 GB/s this message has 175 kB. In an all-to-all, only the bytes that a rank sends to other nodes
+take the network's time.
 
     algorithm   collective                    messages         bytes per rank
     ring        all-gather, reduce-scatter    n - 1            (n - 1) / n of the buffer
@@ -239,8 +239,8 @@ class Costs:
             weight_bytes: bytes of the weights.
             message_bytes: bytes of the encoded delta.
         """
-        # Encoding runs two kernels. Both read the old and the new weights, which makes 4 x weight_bytes: one kernel
-        # computes the size of the lossless delta, and the other writes the delta.
+        # Two kernels read the old and the new weights, which makes 4 x weight_bytes: one computes the sizes of the
+        # encoded blocks, and the other writes these blocks. A third kernel touches a few bytes per block of weights.
         return self.memory(4 * weight_bytes + message_bytes)
 
     def decode(self, weight_bytes: int, message_bytes: int) -> float:
@@ -333,8 +333,9 @@ class AxisCost:
         known = {} if cluster.links is None else cluster.links.known
         self._size, self._byte_seconds, self._pairwise_seconds = layout.axis_size(axis), 0.0, 0.0
         # ---- compute the seconds per byte that each rank sends, on the slowest kind of link of the axis
-        # `rate` is the bandwidth in GB/s that the senders of a node share. `alone` is the further time in seconds per
-        # GB on a rank's own way to adapters that the ranks of a node share (see "shared adapters" at the top).
+        # `count` is the number of the cluster's ranks that send over this kind of link in the rings of the axis. `rate`
+        # is the bandwidth in GB/s that the senders of a node share. `alone` is the further time in seconds per GB on a
+        # rank's own way to adapters that the ranks of a node share (see "shared adapters" at the top).
         for kind, count in layout.links(axis).items():
             assert kind in known, f"axis {axis} uses links.{kind}, whose speed is unknown"
             link, is_network = known[kind], kind == "network"
@@ -346,7 +347,7 @@ class AxisCost:
                 else:
                     rate *= getattr(efficiency, kind)
             byte_seconds = pairwise = senders / rate + alone
-            if is_network:  # in an all-to-all, each rank of a node sends a part of its bytes over the network
+            if is_network:  # in an all-to-all, all ranks of a node send over the network, each a part of its bytes
                 pairwise = layout.network_share(axis) * (cluster.ranks_per_node / rate + alone)
             self._byte_seconds = max(self._byte_seconds, 1e-9 * byte_seconds)
             self._pairwise_seconds = max(self._pairwise_seconds, 1e-9 * pairwise)

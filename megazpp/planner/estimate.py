@@ -368,7 +368,8 @@ def build_step_simulator(
         device_type: "cuda" or "cpu", the type of the device if the cluster file does not describe one.
         rank: global rank to simulate.
         on_cpu: True to simulate a CPU process, whatever device the cluster file describes. Lossless deltas then have
-            their largest size. Tests compare such a simulation with tensors on CPUs.
+            their largest size, unless `others` has `lossless_share`. Tests compare such a simulation with a real step
+            on CPUs.
         **others: values that replace or complete the fields of `TraceInputs` and the arguments of `StepSimulator` that
             this function derives from the flags.
     """
@@ -440,8 +441,7 @@ def _of_node(table: TrafficTable, layout: Layout) -> int:
     On each axis rank 0 sends at least as many bytes as any other rank. So the bytes of rank 0 are multiplied by the
     number of the node's ranks that have a network link on the axis. In an all-to-all, every rank of the node sends to
     other nodes. The factor is then the number of the node's ranks, times the fraction of the bytes that crosses the
-    network.
-    Copies between device and host memory do not count.
+    network. Copies between device and host memory do not count.
     """
     cluster, sent = layout.cluster, Counter[tuple[str, bool]]()
     for (wire, axis, collective), traffic in table.items():

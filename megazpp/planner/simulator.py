@@ -351,7 +351,8 @@ class SimulatedAxis(MeshAxis):
         self.ranks = layout.axis_ranks(name, rank)
         self.rank, self.size = self.ranks.index(rank), len(self.ranks)
         self.wires = layout.wires(name, rank)
-        # A trace of the model counts the memory of the results, so these axes, which have no queue, make new tensors.
+        # A trace of the model uses axes without a queue, and counts the memory of each result. So these axes return new
+        # tensors. Axes with a queue return one shared tensor for all results of a shape, which is faster.
         self._cost, self._empty = cost, _empty if queue is None else _shared
 
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None, of: str = "") -> torch.Tensor:

@@ -442,7 +442,7 @@ class StepSimulator:
         for name in ("tp", "shard"):
             self._axes[name].all_reduce_(torch.empty((), dtype=torch.float64, device=META))
         if self.muon is not None:
-            self.orthogonalize(iteration=1)
+            self.orthogonalize(iteration=1)  # step 1 is a full step only if every step is one
         # ---- simulate the update of the weights by passes over 4 bytes per element of the rank's shards. The gradient
         # norm makes 1 pass: it reads gradients. AdamW makes 8: it reads and writes weights, gradients and both moments.
         passes = 1 + 8

@@ -311,7 +311,7 @@ def record_segments(
         recorder.enter((BACKWARD, shape.layers + 1))
         if trained:
             loss.backward()
-        recorder.enter((BACKWARD, -1))
+        recorder.enter((BACKWARD, -1))  # ends the last segment; no segment has the index -1
     return recorder.segments, model
 
 
@@ -366,7 +366,7 @@ def _units(model: GPTModel, kinds: Sequence[int], *, trained: bool) -> tuple[tup
 
 
 class TraceRecorder(TorchDispatchMode):
-    """Dispatch mode that records a model's operations and the memory of its storages, by segment of the model.
+    """Dispatch mode that records the operations of a model and the memory of its tensors, by segment of the model.
 
     Attributes:
         segments: recorded segments by (FORWARD or BACKWARD, index), as in `Trace.segments`.
@@ -539,7 +539,10 @@ def _is_view(func: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """Return a hashable description of an operation's arguments, with (size, stride, dtype) in place of each tensor."""
+    """Return a hashable description of an operation's arguments, with (size, stride, dtype) in place of each tensor.
+
+    Each other value is paired with its type, because Python's 1, 1.0 and True are equal.
+    """
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):

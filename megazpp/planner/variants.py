@@ -174,7 +174,7 @@ def longest_context(estimator: Estimator, config: RunConfig, cp: int, micro_batc
     """Return the longest sample, in tokens, that fits into memory with `cp` context-parallel ranks.
 
     The tried lengths are the run's --seq-length, its double, and so on. The result is 0 if the run's length does not
-    fit.
+    fit. The cluster must have a device: without the device's memory size, every length would fit.
     """
     found, length = 0, config.data.seq_length or 0
     while estimator.estimate(with_context(config, estimator.cluster, cp, length, micro_batch_size)).fits:

@@ -25,7 +25,7 @@ def plan_layout(
         tp: tensor-parallel degree, a divisor or a multiple of the number of ranks in a local domain.
         replicas: number of copies of the sharded model in a replica group (HSDP). Without sharding (ZeRO stage 0) this
             is the number of data ranks.
-        num_replica_groups: number of DiLoCo's replica groups. Each is an equal number of whole local domains.
+        num_replica_groups: number of DiLoCo's replica groups, which must divide the number of local domains.
         cp: context-parallel degree, a divisor of the number of data ranks in a local domain.
         cp_across: True also allows multiples of the number of data ranks in a local domain as `cp`.
         ep: expert-parallel degree, a divisor of the number of ranks in a local domain that share a copy of the model.

@@ -5,8 +5,8 @@ placement: rank (replica.cross.local.tp); [ ] joined by the fastest links
   node 1  [1 (0.1.0.0)  3 (0.1.0.1)]  [5 (0.1.1.0)  7 (0.1.1.1)]
 
 axis       ranks  groups  wire                    first group  carries
-tp         2      4       domain                  0 2          activations
-local      2      4       node                    0 4          the intra-node hop of weights and gradients
+tp         2      4       domain                  0 2          activations, several times per layer
+local      2      4       node                    0 4          ZeRO++: the intra-node hop of weights and gradients
 ...
 """
 
