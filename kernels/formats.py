@@ -27,9 +27,9 @@ class BlockFormat:
         with the opposite sign. The sign of the scale makes the integer of the element with magnitude m negative; if +m
         and -m both occur, the integer of -m is negative. The scale's magnitude is the larger of m / (8 + 7/16) and
         o / (7 + 7/16), rounded to bf16. So m rounds to at most 8 and o to at most 7, and nothing is clipped. If at
-        least half of the elements have a magnitude of 15/16 m or more, as in AdamW's first steps, the magnitude is
-        m / 7, so that +m and -m become integers of the same magnitude. Byte j of a block holds q[j] + 8 in its low 4
-        bits and q[j + block_size / 2] + 8 in its high 4 bits.
+        least half of the elements have a magnitude of 15/16 m or more, as in AdamW's first steps, the scale's magnitude
+        is m / 7 instead, so that +m and -m become integers of the same magnitude. Byte j of a block holds q[j] + 8 in
+        its low 4 bits and q[j + block_size / 2] + 8 in its high 4 bits.
     int4 with `clip`:
         The scale's magnitude is m / 9 instead of the larger of the two quotients, so the largest elements are clipped.
         This format is for gradients with error feedback, which adds what was clipped to the next message.

@@ -211,9 +211,9 @@ def _launch_of(
 ) -> tuple[object, ...] | None:
     """Return the key by which `_repeated` finds an equal earlier launch of a Triton kernel; None for C and torch.
 
-    The key holds all properties of the tensors that are checked or that select the compiled kernel, and the values of
-    all other arguments, which a repeated launch reuses. It has each address modulo 16, because Triton compiles another
-    kernel for addresses that are not multiples of 16.
+    The key holds all properties of the tensors that are checked or that select the compiled kernel. These include each
+    address modulo 16, because Triton compiles another kernel for addresses that are not multiples of 16. The key also
+    holds `others`, because a repeated launch reuses their values.
 
     Args:
         implementation: module that computes, from `_implementation`.

@@ -74,6 +74,8 @@ static inline float from_fp16(uint16_t half) {
     return float_of((uint32_t)(half & 0x8000u) << 16 | (magnitude >= 0x7C00 ? magnitude << 13 | INFINITE : finite));
 }
 
+/* Bits of floats: 2^-14, the smallest normal fp16, is 0x38800000. 65520, from which on floats round to infinity, is
+0x477FF000. */
 static inline uint16_t to_fp16(float x) {
     uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFF;
     /* A float near 1/2 has the same last bit as fp16 subnormals, so adding 1/2 rounds to a subnormal, half to even. */
@@ -146,7 +148,8 @@ LOOP void dequantize(
     }
 }
 
-/* Return the scale of a block, exact in bf16: NaN if a value is NaN or Inf, 0 if the scale would be subnormal. */
+/* Return the scale of a block, exact in bf16, by the formulas of formats.py. The scale is NaN if a value is NaN or Inf,
+and 0 if it would be subnormal. `near` counts the elements of at least 15/16 of the largest magnitude. */
 LOOP float scale_of(const float *restrict values, int64_t bits, int64_t clip, int size) {
     uint32_t peak = 0; /* the largest magnitude; bits of magnitudes have the order of their values */
     if (bits == 8) {
@@ -250,7 +253,8 @@ static inline uint16_t *scales_in(char *message, const struct range *range) {
         for (int64_t b = 0; b < (shape)->b; b++)                                                                       \
             for (const struct range *range = (table)->ranges; range < (table)->ranges + (table)->num_ranges; range++)
 
-/* Loop over the blocks of a segment, with the block's `index` and its `first` element. */
+/* Loop over the blocks of a segment, with the block's `index` and its `first` element. The block size is the variable
+`size` of the code around the loop. */
 #define FOR_EACH_BLOCK(range)                                                                                          \
     for (int64_t index = 0, first = 0; first < (range)->size; index++, first += size)
 

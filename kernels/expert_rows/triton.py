@@ -1,8 +1,8 @@
 """Sorting and combining a mixture of experts' rows on CUDA, in Triton; reference.py defines the results.
 
 Sorting is a counting sort. One kernel counts the rows of each expert in each block of rows. The programs of a second
-kernel, one per block, add up the counts of the blocks before their own, which tells where each of their rows belongs in
-the sorted order. The host never waits.
+kernel, one per block, add up the counts of the blocks before their own. From these sums each program computes the
+sorted positions of its rows. The host never waits.
 """
 # Compile-time constants are upper case, as is usual in Triton. mypy has no types for the arguments of kernels, which
 # are pointers and tensors on the device.

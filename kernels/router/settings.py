@@ -13,8 +13,8 @@ class RouterSettings(NamedTuple):
     Attributes:
         batch: number of samples B in the micro-batch.
         top_k: number K of experts that each token chooses.
-        sigmoid: True if scores are sigmoids of the logits, and factors of outputs are scores divided by the sum over
-            the chosen experts (only for K > 1); False if scores are the softmax of the logits.
+        sigmoid: True if scores are sigmoids of the logits; False if scores are the softmax of the logits. With
+            sigmoids, the factors of outputs are the scores, for K > 1 divided by their sum over the chosen experts.
         pre_softmax: True if factors of outputs come from the softmax over all experts; False if from a softmax over the
             chosen experts only. Ignored with sigmoids.
         scaling: number by which all factors of outputs are multiplied.

@@ -42,6 +42,7 @@ class SampleAtEnd(Feature):
         starts = [check_start(start, longest, "--sample-prompt") for start in begun]
 
         def write_sample(weights: Callable[[], AbstractContextManager[None]], iteration: int) -> None:
+            """Generate the texts, and write them to the log and the run folder; see `Attached.finish` for arguments."""
             with weights():
                 texts, _ = continue_texts(
                     *parts.built,

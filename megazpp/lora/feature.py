@@ -49,8 +49,8 @@ def adapter_opener(sections: Sequence[Any]) -> AdapterOpener:
     """Return an opener of checkpoints, which merges adapters into their base weights if a checkpoint has only adapters.
 
     Args:
-        sections: configs of the program's features. If the program has the flag --lora-base, one of them has its value,
-            the folders in which the opener looks first for the base of a checkpoint.
+        sections: configs of the program's features. In a program with the flag --lora-base, one of the configs has the
+            value of this flag: the folders in which the opener looks first for the base of a checkpoint.
     """
     from megazpp.lora.weights import AdapterOpener
 

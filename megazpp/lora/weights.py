@@ -181,8 +181,8 @@ class AdaptedReader(SafeReader):
             part = torch.empty(box.shape, dtype=self._saved[key].properties.dtype)
             self._base.read_box(key, offsets, part)
             # A weight of experts stacks the matrices of all experts, each with its own A and B, so merge each matrix
-            # alone. factors[0] has `width` rows for each expert, so len(factors[0]) // width is the number of experts
-            # (1 for other weights), and each expert has `rows` rows of the weight.
+            # alone. factors[0] has `width` rows for each matrix. So len(factors[0]) // width is the number of matrices,
+            # which is the number of experts, or 1 for another weight. Each matrix has `rows` rows.
             (first, left), (height, width) = offsets, self._saved[key].size
             rows = height // (len(factors[0]) // width)
             for block in range(first // rows, -(-(first + len(box)) // rows)):

@@ -259,8 +259,9 @@ def tokens_for_heads(x: torch.Tensor, cp: MeshAxis) -> torch.Tensor:
 def config_angles(config: GPTConfig, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosines and sines of the rotary angles for all positions of a batch.
 
-    Channels i and i + channels/2 of a head's rotated channels form a pair, which rotates by position x
-    base^(-2i/channels) radians. Source: RoFormer, with the half-split order of channels that Llama and Megatron-LM use.
+    Channels i and i + channels / 2 of a head's rotated channels form a pair. At position p the pair rotates by
+    p base^(-2 i / channels) radians. Source: RoFormer, with the half-split order of channels that Llama and Megatron-LM
+    use.
 
     Args:
         config: config of a model with rotary embeddings; its flags select the scaling of frequencies.

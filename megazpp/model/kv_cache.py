@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-# On CUDA the number of keys that attention reads is rounded up to a multiple of this, so that tensor shapes change only
-# once in 128 tokens. In each layer, torch would copy a mask whose length is no multiple of 16 into aligned memory.
+# On CUDA the number of keys that attention reads is rounded up to a multiple of this number, for two reasons. Tensor
+# shapes then change only once in 128 tokens. And if the length of a mask is no multiple of 16, torch copies the mask in
+# each layer into aligned memory.
 CUDA_MASK_MULTIPLE = 128
 
 

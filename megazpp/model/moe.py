@@ -288,7 +288,8 @@ def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Size
     """Return the numbers of rows that `--plan` assumes for the exchange between expert-parallel ranks.
 
     Each rank divides its rows over all experts as evenly as possible. With a load above 1 and several ranks, each of
-    this rank's experts receives `load` times as many rows as the mean expert, but together they get at most all rows.
+    this rank's experts receives `load` times the mean number of rows per expert. These experts together receive at most
+    all rows.
 
     Args:
         rows: number of rows per rank: tokens times experts per token.

@@ -180,9 +180,10 @@ class Estimator:
         return self._estimates[config]
 
     def exposed(self, estimate: Estimate) -> dict[str, float]:
-        """Return the exposed communication of a run: by axis, the seconds per step that free collectives would save.
+        """Return the exposed communication of a run: the seconds by which the collectives of each axis delay a step.
 
-        The run is simulated once more per axis, with collectives of this axis that take 0 seconds.
+        The run is simulated once more per axis, with collectives of this axis that take 0 seconds. The axis's exposed
+        communication is the time that this saves.
 
         Args:
             estimate: an estimate that this estimator has returned. If it has no times, the result is {}.

@@ -1,4 +1,4 @@
-"""Make a `Layout` from parallel degrees."""
+"""Make a `Layout` from a cluster and the parallel degrees, and check that the degrees fit the cluster."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ MAX_NODES, MAX_RANKS = 16, 8
 def topology_text(layout: Layout) -> str:
     """Return the layout as text: the placement of all ranks, and the table of mesh axes.
 
-    Run folders, reports and tools/show_topology.py have the text. The placement lists at most `MAX_NODES` nodes.
+    A run writes the text to topology.txt in its run folder, and tools/show_topology.py prints it. The placement lists
+    at most `MAX_NODES` nodes.
     """
     coordinates = ".".join("replica" if axis == "replicate" else axis for axis in layout.coordinates)
     places = f"placement: rank ({coordinates}); [ ] joined by the fastest links"
