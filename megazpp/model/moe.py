@@ -264,6 +264,7 @@ def plan_routes(
         kept.sizes = _planned_sizes(choice.numel(), ep.size, num_experts, planned_load)
 
     def copy() -> HostCopy:
+        """Start a copy of the three lists of `Sizes` to the host, one after another in one tensor."""
         return HostCopy(torch.cat([counts.sum(dim=1), received.sum(dim=1), received.sum(dim=0)]))
 
     # The all-to-all of rows needs the numbers of rows on the host. So with several ep ranks the copy of these numbers

@@ -177,6 +177,8 @@ class Router(nn.Module):
             if self._totals is None:
                 self._totals = torch.zeros(2 * self.num_experts + 2, dtype=torch.float64, device=x.device)
             totals = self._totals
+        # The kernels compute the losses from sums over tokens, where `_loss` has means. The coefficients therefore
+        # include the divisors of these means.
         settings = RouterSettings(
             batch=x.shape[1],
             top_k=self.top_k,

@@ -104,6 +104,7 @@ class Orthogonalizer:
         self.parameters, self._config, self._layout = tuple(parameters), config, layout
         self._node, self._cross, self._dtype, self._iterate = node, cross, dtype, iterate
         self._own, self._everyone = (cross.rank,), tuple(range(cross.size))
+        # Blocks by the nodes whose rows are orthogonalized together: only this node, or in a full step all nodes
         self._groups = {nodes: plan_blocks(parameters, layout, nodes) for nodes in {self._own, self._everyone}}
         self._segments = plan_segments([(p.name, p.shape) for p in parameters], layout.shard)
         message = plan_message(self._segments, block_format(*FULL_STEP_BLOCKS), exact_itemsize=dtype.itemsize)
@@ -256,7 +257,8 @@ class Orthogonalizer:
         Returns:
             This node's rows of each orthogonalized and scaled matrix, rank after rank, flattened.
         """
-        # ---- assemble each matrix that this rank owns from the received rows
+        # ---- assemble each matrix that this rank owns from the received rows. Of the indices of a node's ranks, the
+        # tensor-parallel index is the innermost, so `pieces[t::tp]` are the rows of tensor-parallel rank t
         tp, peers = self._layout.tp, range(self._node.size)
         if not owned:
             return received

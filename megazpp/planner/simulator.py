@@ -122,6 +122,7 @@ class Simulation:
         self.compute = self.running = Clock()
         self._host = Clock()
         self._costs, self._clocks = costs, [self.compute, self._host]
+        # By axis, a clock with the time at which the last collective on the axis has ended
         self._links = {axis: self.new_clock() for axis in (*AXES, NODE, *EXPERT_AXES)}
         self.busy: dict[str, float] = defaultdict(float)
 

@@ -677,6 +677,7 @@ class StepSimulator:
         if unit.axis.size > 1:
             with simulation.on(reductions):
                 unit.reduce(result, whole, unit.axis.group, dist.ReduceOp.SUM)  # type: ignore[arg-type]
+        # `waits` is True if this reduction only adds to the partial sums, and no reduced gradient is in memory yet.
         waits = isinstance(unit.reduce, TwoHopReduce) and not unit.reduce.crosses and self._replicate.size == 1
         if self._on_host:
             self._downloads.wait_until(reductions.now)

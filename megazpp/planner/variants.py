@@ -39,7 +39,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "qgZ": {"zero_quantized_gradients": True},
     "--zeropp": {"zeropp": True},
     # INT8 and LOSSLESS are --zeropp with each of the two formats of weights between nodes. The report compares them
-    # only for runs that compute in 16 bits, because lossless deltas exist only for 16-bit weights.
+    # only for runs that compute in 16 bits, because lossless deltas exist only for 16-bit weights. INT8 ignores the
+    # run's --zero-weight-bits, which may be 16.
     INT8: {"zeropp": True, "zero_weight_bits": None, "zero_weight_delta": "none"},
     LOSSLESS: {"zeropp": True, "zero_weight_delta": "lossless"},
 }
