@@ -33,7 +33,7 @@ from megazpp.model.layer_parts import DocumentKernel
 from megazpp.tensor_parallel.layers import Product
 
 # Limits of the variable-length attention kernel (flash attention 2): most channels per head, the number that must
-# divide them, and lowest compute capability. Some devices cannot train with more than 192 channels.
+# divide them, and lowest compute capability. With more than 192 channels, the kernel has no backward on some devices.
 MOST_CHANNELS, CHANNELS_MULTIPLE, FIRST_CAPABILITY = 192, 8, (8, 0)
 # Limits of torch's fast grouped matrix product: the lowest compute capability, and the number that must divide the
 # matrices' dimensions (8 elements of bf16 are 16 bytes).

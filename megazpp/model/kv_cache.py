@@ -92,7 +92,7 @@ class KVCache:
         """Record after a forward how many tokens it has added to each row of the cache.
 
         Args:
-            counts: number of new tokens by row. The row's further tokens in the forward were padding.
+            counts: for each row, the number of new tokens. Further tokens of the row in this forward were padding.
         """
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         if len(set(counts)) == 1:  # equal counts: adding one Python number needs no copy from host to device

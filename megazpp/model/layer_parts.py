@@ -84,8 +84,8 @@ class LayerSettings:
     def used_by(self, config: GPTConfig) -> LayerSettings:
         """Return a copy of these settings in which everything that a model of `config` does not use is off.
 
-        Sequence parallelism is off for one tp rank. The shared generator is None if the dropout masks of tp ranks may
-        differ. `compiled` is True or False instead of None, and `fuse_loss` is None only if nothing is fused.
+        Sequence parallelism is off for one tp rank. The shared generator is None unless dropout masks must be equal on
+        several tp ranks. `compiled` is True or False instead of None, and `fuse_loss` is None only if nothing is fused.
         """
         # With sequence parallelism, tp ranks hold different tokens of the residual stream. The ranks' dropout masks
         # must then differ, so the layers get no shared generator.

@@ -306,8 +306,8 @@ def _planned_sizes(rows: int, ranks: int, num_experts: int, load: float) -> Size
         # all its rows, which these experts divide evenly.
         busy = min(round(load * rows / (ranks * num_experts)), rows // num_experts)
         return Sizes(send, [busy * num_experts] * ranks, [busy * ranks] * num_experts)
-    # Each rank has `more` rows left after `least` rows for every expert. The left rows of all ranks, ranks * more, are
-    # more / num_experts rows for each of the ranks * num_experts experts.
+    # Every expert gets `least` rows from each rank. Each rank has `more` further rows, so all ranks together have
+    # ranks * more of them. These are more / num_experts rows for each of the ranks * num_experts experts.
     return Sizes(send, send, [least * ranks + more // num_experts] * num_experts)
 
 

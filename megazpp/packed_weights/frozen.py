@@ -321,7 +321,8 @@ class FrozenUnit:
         Nothing happens for weights that need no unpacking.
 
         Args:
-            modules: all modules that use the weights. The weights stay unpacked from the first to the last of them.
+            modules: all modules that use the weights. In a forward, the weights stay unpacked until the last of these
+                modules has run.
         """
         if not self._packs:
             return

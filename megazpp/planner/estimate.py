@@ -91,7 +91,7 @@ class Estimate(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if the run fits into the usable device memory, and its training states on the host into host memory."""
+        """True if the usable device memory suffices for the run, and host memory for its training states on the host."""
         host = self.plan.layout.cluster.host
         return self.gigabytes <= self.usable_gigabytes and (host is None or self.host_gigabytes <= host.gigabytes)
 
@@ -234,7 +234,8 @@ class Estimator:
         cluster = dataclasses.replace(self.cluster, device=device, links=known_links(plan.layout))
         if cluster.links is None and math.isinf(device.gigabytes):
             return default, None
-        # ---- estimate the run with lossless deltas and with int8 weights between nodes, at an even load of experts
+        # ---- estimate the run with lossless deltas and with int8 weights between nodes, at an even load of experts, so
+        # that --plan with --plan-expert-load makes the same choice as a run
         even = Estimator(cluster, device_type=self._device_type, elastic=self.elastic)
         is_own = cluster == self.cluster and self.expert_load == even.expert_load
 

@@ -743,7 +743,8 @@ class StepSimulator:
 def expert_axes(layout: Layout) -> tuple[str, str, str]:
     """Return the names of the cross, local and shard axes of experts' parameters.
 
-    With expert parallelism, the local and the shard axis differ from the axes of other parameters.
+    The local and the shard axis differ from the axes of other parameters if the expert-parallel size differs from the
+    tensor-parallel size.
     """
     return ("cross", "expert local", "expert shard") if layout.has_expert_axes else HOP_AXES
 
