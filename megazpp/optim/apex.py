@@ -29,7 +29,7 @@ _ADVICE = (
 def check_apex(device_type: str) -> None:
     """Raise ValueError if --optimizer-backend apex cannot run on devices of the type `device_type`.
 
-    It needs the type "cuda", and installed versions of apex's FusedAdam and of apex's CUDA extension `amp_C`.
+    The flag needs the type "cuda", and installed versions of apex's FusedAdam and of apex's CUDA extension `amp_C`.
     """
     if device_type != "cuda":
         raise ValueError(

@@ -137,8 +137,8 @@ class FetchRing:
         overwrites the message.
         """
         slot, self._next = self._next, (self._next + 1) % len(self._ring)
-        # All kernels that read this buffer's earlier content have been launched already. The event follows these
-        # kernels on the compute stream, and the copy waits for it before it overwrites the buffer.
+        # All kernels that read this buffer's earlier content have been launched already. The event `free` follows these
+        # kernels on the compute stream. The copy into the buffer waits for the event.
         free = None if self._stream is None else torch.cuda.current_stream().record_event()
         return self._queue.submit(functools.partial(self._bring, index, slot, free))
 

@@ -190,7 +190,7 @@ class StreamedUnits:
         """
         self.passes += index == 0  # a pass over the weights begins with the first unit
         # If no fetch of this unit was started, this is the model's first forward, or an exception has interrupted the
-        # last one. Then drop all fetches that were started, because they are for other units.
+        # previous forward. Then drop all fetches that were started, because they are for other units.
         if index not in self._started:
             for work in self._started.values():
                 work.wait()

@@ -328,7 +328,8 @@ class Estimator:
 def _measured(cluster: Cluster) -> str:
     """Return the end of the notice about the choice of --zero-weight-delta auto: the measured rates that it used.
 
-    The text begins with "; measured: ". It is "" if neither links nor device of the cluster were measured.
+    The text begins with "; measured: ". It is "" if --measure-links has measured neither the link between nodes nor the
+    rates at which a CPU encodes and decodes deltas.
     """
     network, device, figures = (cluster.links or Links()).network, cluster.device, list[str]()
     if network is not None and network.is_measured:

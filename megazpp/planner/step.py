@@ -771,14 +771,16 @@ def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
 def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -> tuple[int, int]:
     """Return the largest number of bytes of DiLoCo's messages that are in flight at the same time.
 
-    The messages carry outer gradients. Those of a fragment are in flight for the delay between sending and merging.
+    The messages carry outer gradients. The messages of a fragment are in flight during the delay between sending and
+    merging.
 
     Args:
         fragments: outer weights of DiLoCo, by fragment.
         plan: plan of DiLoCo, with the delay between sending and merging.
 
     Returns:
-        bytes of the messages at that time; and, of the fragments in flight then, the index of the one sent last.
+        the number of bytes; and, of the fragments whose messages are then in flight, the index of the fragment that was
+        sent last.
     """
     sizes = [sum(unit.sent_bytes for unit in fragment) for fragment in fragments]
     count = math.ceil(plan.delay * plan.fragments / plan.steps)
