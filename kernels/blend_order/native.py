@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megazpp.kernels.c_library import find_c_library
 
 library = partial(find_c_library, Path(__file__).with_name("native.c"))
-AT_ONCE = 16  # number of datasets that native.c compares at once, its macro AT_ONCE
+AT_ONCE = 16  # number of datasets that native.c compares at once (the macro AT_ONCE)
 
 
 def plan(

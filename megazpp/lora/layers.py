@@ -214,7 +214,7 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float)
     """Merge an adapter into a layer's weight: return weight + scale b a^T, in the weight's dtype.
 
     The sum is computed in fp32. `weight` may be any rectangular part of a layer's weight. An element of b a^T is a sum
-    of R terms, where R is the rank of the adapter. They are always added in the same order, so the result is
+    of R terms, where R is the rank of the adapter. The terms are always added in the same order, so the result is
     bit-identical for every division of the weight into parts.
 
     Args:

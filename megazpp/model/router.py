@@ -379,7 +379,8 @@ def update_expert_bias_(
 
     The rule for an expert is bias += rate * sign(mean - count). Its count is the number of tokens that have chosen it,
     and the mean is over the counts of the layer's experts. Counts cover all training tokens since the last call, on all
-    ranks. They are integers in fp64, so every layout of ranks computes the same bias. One all-reduce covers all layers.
+    ranks. Counts are integers in fp64, so every layout of ranks computes the same bias. One all-reduce covers all
+    layers.
     Megatron-LM has the same rule, but also applies it in a step that is skipped because of an overflow.
 
     Args:

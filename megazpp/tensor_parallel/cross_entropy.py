@@ -209,8 +209,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, labels, normalizer = ctx.saved_tensors
         settings, chunks, logits = ctx.settings, ctx.chunks, ctx.logits
-        # Drop the context's reference to these logits, because this backward overwrites them. They are then freed as
-        # soon as their chunk is processed, and a second backward computes them again.
+        # Drop the context's reference to these logits, because this backward overwrites them. So their memory is freed
+        # when their chunk has been processed, and a second backward computes them again.
         ctx.logits = None
         several, temperature = len(chunks) > 1, settings.temperature
         gradient_ = _gradient_ if settings.fuse is None else settings.fuse(_gradient_)
