@@ -26,7 +26,7 @@ class PlanConfig(FeatureConfig):
 
     @property
     def replaces_training(self) -> bool:
-        """True with --plan."""
+        """True if the program prints estimates instead of training, because --plan is set."""
         return self.plan
 
     def __post_init__(self) -> None:

@@ -565,7 +565,8 @@ class StepSimulator:
     def _gather(self, unit: SimulatedUnit) -> None:
         """Simulate FSDP2's `unshard`: start the gather of a unit's parameters.
 
-        Nothing happens if they are already gathered, if their gather is in flight, or if none of them is trained.
+        Nothing happens if the parameters are already gathered, if their gather is in flight, or if the unit has no
+        trained parameters.
         """
         if unit.gathered or unit.ready is not None or unit.gather is None:
             return

@@ -338,7 +338,7 @@ def _searched(config: RunConfig, cluster: Cluster) -> list[RunConfig]:
 
 
 def _has_wide_replica_groups(diloco: DilocoConfig, cluster: Cluster) -> bool:
-    """Return True if a replica group of DiLoCo has several nodes."""
+    """Return True if a replica group of DiLoCo has several local domains: nodes, or NVLink racks of several nodes."""
     return diloco.number(cluster) != cluster.num_local_domains
 
 
