@@ -202,7 +202,7 @@ class StreamedUnits:
             following = (index + ahead) % len(self._matrices)
             if following not in self._started:
                 self._start(following)
-        # wait for this unit's packed weights, and for those of the ranks of this node that share the unit
+        # wait for the unit's packed weights of this rank, and of the other ranks of the node that share the unit
         if not self._axis.queue.blocks_host:
             received = self._gather(received, index)
         started = time.perf_counter()

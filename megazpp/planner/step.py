@@ -182,7 +182,7 @@ class StepSimulator:
                 "codec": functools.partial(SimulatedCodec, touch=self._touch),
                 "iterate": self._newton_schulz,
             }
-            # For dense matrices, and for those of experts: the layout, and the axis inside a node. A rank has complete
+            # Layout and axis inside a node, first for dense matrices, then for experts' matrices. A rank has complete
             # experts, so the layout for experts has no tensor parallelism (tp=1).
             parts = (layout, self._axes[NODE]), (dataclasses.replace(layout.for_experts(), tp=1), experts[1])
             self.muon = JointOrthogonalizer([

@@ -301,7 +301,7 @@ def record_segments(
             loss = x.sum()
         return loss if router_loss is None else loss + router_loss.sum()
 
-    # ---- run forward and backward under the recording modes
+    # ---- run forward and backward; the recorder and the replacements of norm and attention record their operations
     recorder.watch(model)
     norm = functools.partial(fused_norm, recorder=recorder)
     with recorder, replaced(rms_norm=norm, scaled_dot_product_attention=attention):
