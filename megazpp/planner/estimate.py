@@ -91,7 +91,7 @@ class Estimate(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if the usable device memory suffices for the run, and host memory for its training states on the host."""
+        """True if device memory suffices for the run, and host memory for the training states that it keeps there."""
         host = self.plan.layout.cluster.host
         return self.gigabytes <= self.usable_gigabytes and (host is None or self.host_gigabytes <= host.gigabytes)
 
