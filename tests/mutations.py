@@ -49,14 +49,20 @@ def read_changes(path: Path = ROOT / "tests/mutations.toml") -> list[Change]:
         path: path of mutations.toml.
 
     Raises:
-        ValueError: an entry's `before` does not occur exactly once in its file or equals `after`, or two entries have
-            the same name.
+        ValueError: an entry's `before` does not occur exactly once in its file or equals `after`, its tests do not
+            exist, or two entries have the same name.
     """
     changes = [Change(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["change"]]
     for change in changes:
         times = (ROOT / change.file).read_text(encoding="utf-8").count(change.before)
         if times != 1 or change.before == change.after:
             raise ValueError(f"{change.name}: {change.before!r} occurs {times} times in {change.file}, not once")
+        paths, _, selected = change.tests.partition(" -k ")
+        tests = [path.partition("::") for path in paths.split() if path.startswith("tests/")]
+        text = "".join((ROOT / file).read_text(encoding="utf-8") for file, *_ in tests).lower()
+        words = [*(name for *_, name in tests), *selected.split()]
+        if unknown := [word for word in words if word.partition("[")[0].lower() not in text]:
+            raise ValueError(f"{change.name}: {change.tests} has no test with {' '.join(unknown)} in its name")
     if len({change.name for change in changes}) < len(changes):
         raise ValueError("two entries of mutations.toml have the same name; names must be unique")
     return changes

@@ -412,5 +412,5 @@ def test_file_above_300_code_lines_gives_the_reason_at_its_top(product):
     assert [file.name for file in without if file.text.count("\n") > 300 and code_lines(file) > 300] == []
 
 
-def test_text_of_every_mutation_occurs_once_in_its_file():
+def test_every_mutation_fits_its_file_and_names_tests_that_exist():
     assert len(read_changes()) > 200

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from helpers.checkpoints import run
+from helpers.checkpoints import Attempt, run
 from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import BIASED_STYLE, GPT2_STYLE, LLAMA_STYLE, MIXTURE_STYLE, Case, train_plain
@@ -79,3 +79,35 @@ def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, 
     if first is PLAIN:  # the losses after both resumes equal an uninterrupted run's losses
         losses = [loss for loss, _ in two.steps + three.steps]
         assert losses == pytest.approx(train_plain(PLAIN)["loss"][1:3], rel=ROUNDING)
+
+
+def load_move_and_reload(case: Case, **flags: str | int) -> str:
+    """Load a checkpoint of another layout, train a step, and load the checkpoint again.
+
+    Check that this restores the state as loaded, and return the hash of the state of torch's random generator.
+    """
+    attempt = Attempt(case, **flags)
+    progress = attempt.load()
+    loaded = attempt.fingerprint()
+    attempt.train(progress.iteration + 1, saves=False)
+    moved = attempt.fingerprint()
+    attempt.reload()
+    attempt.checkpoints.finish()
+    assert attempt.fingerprint() == loaded
+    assert any(moved[key] != loaded[key] for key in loaded if key.startswith("feedback."))
+    (generator,) = (loaded[key] for key in loaded if key.startswith("rng.") and key.endswith(".torch"))
+    return generator
+
+
+@pytest.mark.slow
+def test_each_load_of_another_layout_s_checkpoint_begins_anew_what_it_lacks(tmp_path):
+    """Load checkpoints of another layout, which have no error feedback and no random states for this layout.
+
+    Error feedback must be zero again at each load. Random generators must differ between ranks and iterations, because
+    the dropout masks of earlier steps would repeat otherwise.
+    """
+    case, save = Case(tp=2, zero=ZEROPP), {"save": str(tmp_path), "save_interval": 1}
+    ranks(2).run(run, case, 2, **save)
+    other, load = dataclasses.replace(case, tp=1, nodes=2), save | {"load": str(tmp_path)}
+    found = [ranks(2).run(load_move_and_reload, other, ckpt_step=iteration, **load) for iteration in (1, 2)]
+    assert len({generator for of_ranks in found for generator in of_ranks}) == 4

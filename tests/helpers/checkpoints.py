@@ -3,11 +3,9 @@
 import dataclasses
 import functools
 import hashlib
-import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from helpers.training import CPU, Case, build_diloco, build_step
 from torch.distributed.tensor import DTensor
@@ -97,8 +95,6 @@ class Attempt:
             if self.diloco is not None:
                 self.diloco.count(sum(batch.loss_mask.sum() for batch in batches) * self.dims.shard.size)
                 self.diloco.after_step(now)
-            # draw numbers, so that Python's and numpy's generators have new states, which a checkpoint must restore
-            random.random(), np.random.rand()
             done = case.global_batch * now
             self.progress = self.progress._replace(iteration=now, consumed_samples=done, scheduled_samples=done)
             if evaluates:
