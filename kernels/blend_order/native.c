@@ -18,8 +18,8 @@ static inline lanes load(const double *from) {
 
 static inline masks pick(masks where, masks yes, masks no) { return (yes & where) | (no & ~where); }
 
-/* Return the dataset with the largest lag, share * at - taken; in a tie, the first one. `size` is a multiple of AT_ONCE.
-Each lane tracks its largest lag and the first dataset with this lag. */
+/* Return the dataset with the largest lag, share * at - taken; in a tie, the first one. `size` is a multiple of
+AT_ONCE. Each lane tracks its largest lag and the first dataset with this lag. */
 static int64_t furthest_behind(const double *shares, const double *taken, int64_t size, double at) {
     masks here = {0, 1, 2, 3}, place[4];
     lanes best[4];

@@ -36,7 +36,8 @@ DEFAULT = "default"
 COMMAND_LINE = "command line"  # origin of flags that the user has typed
 # Endings of the names of fields whose values --help calls PATH
 PATH_ENDS = ("path", "file", "dir", "folder", "model", "save", "load")
-# Endings of the names of fields whose values are paths, which `checked_path` checks.
+# Endings of the names of fields whose values are paths, which `checked_path` checks. Ranks do not compare these fields
+# (`facts_of` in run/start.py), because paths may differ between hosts.
 PATHS = (*PATH_ENDS, "store", "patches", "input", "output", "adapter", "prefix", "lora_base")
 CHECKPOINT = "checkpoint"  # origin of flags that a checkpoint has set
 # For `FlagSpec.most`: the largest number of processes that a flag may start on one machine, and the words with which an

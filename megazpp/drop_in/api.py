@@ -149,8 +149,8 @@ def zeropp(
         mixed = [unit.name for unit in units if unit.num_shards > 1 and not unit.is_quantizable]
         if mixed and wire.gather is not None and wire.gather.fmt is not None:
             lines.append(
-                f"the weights of {len(mixed)} fully_shard calls ({mixed[0]} first) are not quantized: their parameters "
-                "are not all gathered in one of fp32, bf16 and fp16"
+                f"the weights of {len(mixed)} fully_shard calls ({mixed[0]} first) are not quantized: each of these "
+                "calls has parameters that are gathered in several dtypes, or in another dtype than fp32, bf16 and fp16"
             )
         for line in lines:
             # Programs set fields of `ZeroConfig`, not flags: print zero_gradient_bits, not --zero-gradient-bits

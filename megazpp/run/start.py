@@ -22,7 +22,7 @@ import torch
 
 import megazpp
 from megazpp.base.files import first_free
-from megazpp.base.flags import PATH_ENDS, as_words, flag_name, spelling
+from megazpp.base.flags import PATHS, as_words, flag_name, spelling
 from megazpp.base.program import (
     LAUNCHER_PID,
     JobError,
@@ -50,9 +50,6 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
 from megazpp.training.config import TrackingConfig
 
-# Endings of the names of fields whose values are paths. Ranks do not compare these fields, because paths may differ
-# between hosts.
-PATHS = (*PATH_ENDS, "store", "patches")
 # Environment variables that all ranks compare, because they change results, or because ranks with different values of
 # them hang or crash in their first collectives.
 VARIABLES = (
