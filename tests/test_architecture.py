@@ -391,7 +391,7 @@ def test_every_flag_named_in_a_message_exists_or_is_foreign(product):
     assert unknown == set()
 
 
-# ---- lengths of files, and mutations ----
+# ---- lengths of files, and entries of mutations.toml (mistakes that tests/mutations.py injects) ----
 
 
 def code_lines(file: File) -> int:

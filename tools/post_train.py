@@ -38,7 +38,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later."""
+    """Return the flags of the command line, and check that --objective and --load are given.
+
+    Flags of the model, tokenizer and precision, and the seed, may be left out: `find_start` later reads them from the
+    checkpoint. Other flags that are left out have post-training's defaults.
+
+    Raises:
+        ValueError: --objective or --load is missing.
+    """
     options: dict[str, Any] = {"features": FEATURES, "extra": EXTRA, "defaults": DEFAULTS, "taken": TAKEN}
     description = (__doc__ or "").partition("\n")[0]
     parsed = parse_run_config(

@@ -19,7 +19,7 @@ import megazpp.kernels.blend_order.reference as reference
 
 __all__ = ["MOST_DATASETS", "blend_order"]
 
-MOST_DATASETS = (1 << 15) - 1  # most datasets of a blend, because int16 holds the number of a sample's dataset
+MOST_DATASETS = (1 << 15) - 1  # maximum number of datasets of a blend: int16 holds the number of a sample's dataset
 SECONDS_BETWEEN_LINES = 3.0  # least time between two progress lines of `blend_order`
 # Samples of the blend that `native` plans per call. A progress line can be printed only between calls. `reference` is
 # slower, so it plans 16 times fewer samples per call.

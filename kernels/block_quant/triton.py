@@ -145,8 +145,9 @@ def _pack_kernel(
 ):  # fmt: skip
     """Quantize one tile of x into its message, or copy the tile if its segment is not quantized.
 
-    Before quantization the base is subtracted if BASE, and the stored errors are added if FEEDBACK. With AVERAGE the
-    error that is stored for the next call is `rest` times the new error plus `beta` times the earlier error.
+    Before quantization the base is subtracted if BASE, and the stored errors are added if FEEDBACK. The new error is
+    stored for the next call, or with AVERAGE the mean `rest` * new error + `beta` * earlier error, where `rest` is
+    1 - `beta`. CLIP is `clip` of the block format.
     """
     # ---- move all pointers to this program's row, and load where its tile is in the data and in the message
     a, b = _row()

@@ -21,7 +21,7 @@ from megazpp.kernels.expert_rows.reference import Sorted
 # A program of the counting sort handles _BLOCK rows, and _CHUNK rows in each iteration of its loop.
 _BLOCK, _CHUNK = 512, tl.constexpr(32)
 _AT_ONCE = tl.constexpr(32)  # blocks of rows whose counts the second kernel of the sort adds up per iteration
-_COLUMNS = 2048  # most elements of a token's vector that a program copies or sums per iteration
+_COLUMNS = 2048  # maximum elements of a token's vector that a program copies or sums per iteration
 NUM_WARPS = 4
 
 

@@ -14,7 +14,7 @@ from megazpp.kernels.router.settings import Routed, RouterSettings
 from megazpp.kernels.triton_module import is_in_gpu_memory, triton_module
 
 TRITON = triton_module(__name__)
-MOST_EXPERTS = 1024  # most experts of a router in Triton, because a program holds a token's logits in registers
+MOST_EXPERTS = 1024  # maximum number of experts in Triton, because a program holds a token's logits in registers
 
 __all__ = ["MOST_EXPERTS", "TRITON", "Routed", "RouterSettings", "find_router"]
 

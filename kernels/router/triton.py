@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megazpp.kernels.router.settings import Routed, RouterSettings
 
-_TILE = 4096  # most logits that one program holds: its number of tokens times the number of experts
+_TILE = 4096  # maximum number of logits that one program holds: its number of tokens times the number of experts
 _AT_ONCE = tl.constexpr(16)  # blocks of tokens whose sums `_sum_kernel` adds up per iteration of its loop
 NUM_WARPS = 4
 
@@ -138,8 +138,8 @@ def _route_kernel(
     ranked = scores if SIGMOID else x
     if BIASED:
         ranked += tl.load(bias + expert, mask=expert < num_experts, other=0.0)[None, :]
-    # ---- choose the K experts with the largest scores, in a tie the first one. `rank` [BLOCK, EXPERTS] is k + 1 for
-    # the expert of a token's choice k, and 0 for all other experts
+    # ---- choose the K experts with the largest `ranked`, in a tie the first one, or load the choices if GIVEN. `rank`
+    # [BLOCK, EXPERTS] is k + 1 for the expert of a token's choice k, and 0 for all other experts
     rank = tl.zeros((BLOCK, EXPERTS), tl.int32)
     for k in tl.static_range(TOP_K):
         place = choice + token * TOP_K + k

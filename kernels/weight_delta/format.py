@@ -33,7 +33,7 @@ BLOCK = 256  # number of weights per delta block; their changes are encoded toge
 # Kinds of a block's body: 0 to MOST_POSITIONS for a sparse body (the number of changed weights), DENSE to RAW - 1 for a
 # dense body (the exponent c), and RAW.
 MOST_POSITIONS, DENSE, RAW = 63, 64, 255
-MOST_QUOTIENTS = 1024  # most bits of a body's unary quotients; a block that needs more bits is sent as a raw body
+MOST_QUOTIENTS = 1024  # maximum bits of a body's unary quotients; a block that needs more is sent as a raw body
 # For each dtype, the shift and mask that extract a weight's exponent, and an offset that is added to the exponent. The
 # offset moves fp16's exponents into the range of c, DENSE to RAW - 1, because a dense block stores c as its kind.
 EXPONENTS = {torch.bfloat16: (7, 0xFF, 0), torch.float16: (10, 0x1F, 96)}

@@ -73,7 +73,8 @@ def _order(bits):
 def _load(new, old, size, SHIFT: tl.constexpr, MASK: tl.constexpr, ABOVE: tl.constexpr):
     """Load this program's block of weights, and return its changes z, old exponents and new bit patterns, each [256].
 
-    z is the zigzag-encoded change of a weight, as format.py defines it. Padding has z = 0 and exponent 255.
+    z is the zigzag-encoded change of a weight, as format.py defines it. An old exponent is the exponent of the old
+    weight plus ABOVE, the offset of the dtype in `EXPONENTS`. Positions from `size` on have z = 0 and exponent 255.
     """
     index = tl.program_id(0).to(tl.int64) * _BLOCK + tl.arange(0, _BLOCK)
     inside = index < size

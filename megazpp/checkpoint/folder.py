@@ -337,11 +337,11 @@ def read_tracker(tracker: Path, *, words: tuple[str, ...] = ()) -> str | None:
 
 
 def kept_iterations(iterations: Iterable[int], *, keep_last: int | None, retain_interval: int | None) -> set[int]:
-    """Return the iterations whose checkpoints are kept after a save, by --keep-last and --save-retain-interval.
+    """Return the iterations whose checkpoints are kept after a save with --keep-last or --save-retain-interval.
 
     Args:
         iterations: iterations with a complete checkpoint.
-        keep_last: number of newest checkpoints to keep; None keeps only the newest one.
+        keep_last: number of newest checkpoints to keep; None, with --save-retain-interval alone, keeps the newest one.
         retain_interval: checkpoints whose iteration is a multiple of this number are kept too; None keeps no further
             checkpoints.
     """

@@ -7,9 +7,10 @@ The name of a file, without `.gz` or `.zst`, determines its format:
     .txt                    the file is one document
     any other name          JSON lines if the file begins with `{`, otherwise one document
 
-`read_blocks` cuts a file into blocks of complete lines. `parse_block` extracts the texts of a block, and may run in
-another process. For a malformed line it yields a `BadLine`. `read_texts` passes this to its argument `on_bad_line`,
-which raises an error or returns to skip the line. `stop_or_skip` does either, as --on-error says.
+`read_blocks` cuts a file into blocks of complete lines or rows; a plain text file is one block. `parse_block` extracts
+the texts of a block, and may run in another process. For a malformed document it yields a `BadLine`. `read_texts`
+passes each `BadLine` to its argument `on_bad_line`, which raises an error, or returns to skip the document.
+`stop_or_skip` raises or returns, as --on-error says.
 """
 
 from __future__ import annotations

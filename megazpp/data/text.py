@@ -27,8 +27,8 @@ from megazpp.data.indexed_builder import IndexedDatasetBuilder, optimal_dtype
 from megazpp.data.indexed_dataset import IndexedDataset, pair_paths
 from megazpp.data.tokenizer import SentencePieceTokenizer, Tokenizer, document_end
 
-MAX_CHARACTERS = 100_000_000  # most characters to train a tokenizer on; more text does not improve the vocabulary
-_MAX_LINE_CHARACTERS = 4096  # longer lines are cut before they are passed to SentencePiece's trainer
+MAX_CHARACTERS = 100_000_000  # maximum to train a tokenizer on; more text does not improve the vocabulary
+_MAX_LINE_CHARACTERS = 4096  # longer lines are split into pieces of this size for SentencePiece's trainer
 # The sentence in SentencePiece's error messages that `_in_our_flags` replaces
 _SENTENCEPIECE_ADVICE = "Increase vocab_size or decrease character_coverage with --character_coverage option."
 # The place in SentencePiece's source code with which its error messages begin

@@ -468,8 +468,8 @@ class Rounds:
             name: group for name, group in self.groups.items() if group.status == "joining" and self._is_whole(group)
         }
         starts = {name: group.version for name, group in whole.items() if group.version is not None}
-        # Count from the first connection of the groups that wait for the start. The connection time of a group that has
-        # left must not shorten this wait.
+        # The ASSEMBLY_SECONDS begin when the first of the groups that now wait for the start has connected. The time at
+        # which a group connected that has left is ignored, because it would shorten the wait of the other groups.
         waited = now > min((group.since for group in whole.values()), default=now) + ASSEMBLY_SECONDS
         if not starts:
             if whole and (len(whole) >= self.rules.groups or waited):

@@ -1,4 +1,4 @@
-"""Generate tokens for a batch of prompts: each new token takes one forward, and the weights are gathered only once.
+"""Generate tokens for a batch of prompts: each new token takes one forward. Sharded weights are gathered only once.
 
 Each prompt is a row of the batch, and one forward gives the next token of all rows. A row's tokens depend only on its
 logits and its random numbers, and not on the parallel layout. All ranks take part, because the weights are sharded, and

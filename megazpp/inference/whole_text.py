@@ -50,7 +50,7 @@ class WholeText:
 
         Windows after the end of the text have only `PADDING`.
         """
-        # position of the window's first id in the concatenated sequences, without the eod, which has position -1
+        # position of the window's first id in the concatenated sequences; an eod before the text has position -1
         start = index * self._seq_length - len(self._before)
         stop = start + self._seq_length + 1
         parts, at = [self._before[: max(-start, 0)]], max(start, 0)

@@ -97,8 +97,8 @@ class AdapterOpener(AdapterConverter):
         wanted, others = record.flags["ref_checksum"], []
         for base in self.find_bases(checkpoint, record):
             raise_on_all_ranks(files, functools.partial(verify_files, base, rank=files.rank, num_ranks=files.size))
-            # The base may itself be a checkpoint with adapters, whose base `rest` finds. `rest` does not search the
-            # folder of `base`, in which it could find `base` as its own base, without end.
+            # The base may itself be a checkpoint with adapters. Then `rest` finds the base of that checkpoint. The
+            # folder of `base` is left out of `rest`: `rest` could find `base` there again, in an endless recursion.
             rest = AdapterOpener(tuple(x for x in self.bases if Path(x).expanduser() != base.parent))
             reader = rest.open(base, read_record(base), files)
 

@@ -225,10 +225,9 @@ class GPTModel(nn.Module):
         return self._whole(x).transpose(0, 1).clone(memory_format=torch.contiguous_format)
 
     def _multiplied(self, x: torch.Tensor, head: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
-        """Return head(x, weight) for hidden states x and the weight of the output layer.
+        """Return head(x / s, weight) for hidden states x, s = --logits-scaling, and the weight of the output layer.
 
-        The head computes logits or losses. Its first argument is x divided by --logits-scaling. With tied embeddings
-        its second argument is the word embedding's weight.
+        The head computes logits or losses. With tied embeddings, the weight is the word embedding's.
         """
         if self.config.logits_scaling != 1.0:
             x = x / self.config.logits_scaling

@@ -32,9 +32,9 @@ from megazpp.tensor_parallel.layers import ColumnParallelLinear, Product, RowPar
 from megazpp.tensor_parallel.parameters import ParameterSpec, local
 from megazpp.tensor_parallel.regions import copy_to_region, reduce_from_region_
 
-# Most compiled graphs that torch may store for the forward function that all layers share. Torch's limit of 8 is too
-# low, because each combination of the following needs its own graph: the model (up to four in a process), gradients on
-# or off, training or evaluation, a batch of one row or of several rows, and generation with a key-value cache.
+# Maximum number of compiled graphs that torch may store for the forward function of all layers. Torch's limit of 8 is
+# too low, because each combination of the following needs its own graph: the model (up to four in a process), gradients
+# on or off, training or evaluation, a batch of one row or of several rows, and generation with a key-value cache.
 MOST_GRAPHS = 64
 
 # Type of a kernel for attention inside documents, such as `variable_length`. Its arguments are queries, keys, values,

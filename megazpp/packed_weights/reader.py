@@ -27,7 +27,7 @@ from megazpp.tensor_parallel.parameters import ParameterSpec, model_state, owned
 
 # The checksum of weights reads each element's bits as an integer; the integer has the element's size in bytes.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 18  # most elements that the checksum reads at once, in complete rows; a longer row is read alone
+_PIECE = 1 << 18  # maximum elements that the checksum reads at once, in complete rows; a longer row is read alone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ import torch
 from megazpp.base.files import DamagedError, remove, sync
 from megazpp.parallel.comm_queue import CommQueue, Work
 
-_AT_ONCE = 1 << 30  # most bytes that one preadv call reads; Linux reads at most 2 GiB per call
+_AT_ONCE = 1 << 30  # maximum number of bytes that one preadv call reads; Linux reads at most 2 GiB per call
 
 
 class WeightStore:

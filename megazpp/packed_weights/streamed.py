@@ -34,7 +34,8 @@ from megazpp.parallel.comm_queue import Work
 from megazpp.tensor_parallel.parameters import exact_parameters
 
 PAGE = 4096  # messages are padded to a multiple of this many bytes, so that each begins at a page of the file on disk
-# Most elements of a packed matrix that are unpacked at once: on a CPU so few that they stay in its cache, on CUDA more.
+# Maximum number of elements of a packed matrix to unpack at once: on a CPU so few that they stay in its cache, on CUDA
+# more.
 _CPU_PIECE, _CUDA_PIECE = 1 << 19, 1 << 26
 
 

@@ -42,7 +42,7 @@ class Traffic(NamedTuple):
 
 
 class TrafficCounter:
-    """A counter of the bytes that this rank has sent, by (wire, axis, collective).
+    """A counter of the calls of collectives and of the bytes that this rank has sent, by (wire, axis, collective).
 
     All axes of a `ParallelDims` share one counter, except the axis `world`, which has a separate one. A wire is a class
     of traffic: "tp", "local" (intra-node), "cross" (inter-node), "world" (logging, barriers), or "pcie" (copies between

@@ -54,11 +54,12 @@ from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 
 MASTER_BYTES = 4  # bytes per element of master weights, sharded gradients and moments, which are fp32
-# Most micro-batches that are simulated: the first, the last, and one that represents all micro-batches in between.
+# Maximum number of micro-batches that are simulated: the first, the last, and one that represents all micro-batches in
+# between.
 SIMULATED_MICRO_BATCHES = 3
 NOTHING = Traffic(0, 0)
 HOP_AXES = ("cross", "local", "shard")  # names of the axes that are the first three fields of `CommContext`, in order
-TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and sent bytes by (kind of link, axis, collective)
+TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and sent bytes by (wire, axis, collective)
 
 
 class SimulatedStep(NamedTuple):
@@ -96,13 +97,12 @@ class StepSimulator:
 
     Attributes:
         trace: operations and memory of the model's forward and backward.
-        counter: calls and sent bytes of the simulated rank by (kind of link, axis, collective), as training counts
-            them.
+        counter: calls and sent bytes of the simulated rank by (wire, axis, collective); see `TrafficCounter`.
         units: simulated sharding units in the order of use.
         fragments: outer weights of DiLoCo by fragment; [] without DiLoCo and for elastic DiLoCo.
         whole: outer weights of elastic DiLoCo by sharding unit, which each rank has for all replica groups; [] without
             elastic DiLoCo.
-        ledger: device memory since the beginning of the last simulated step.
+        ledger: bytes of device memory by kind, and their peak since the last simulated step began.
         muon: Muon's orthogonalization on simulated axes; None for other optimizers.
     """
 

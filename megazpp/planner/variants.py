@@ -159,7 +159,8 @@ def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> Ru
 def with_context(config: RunConfig, cluster: Cluster, cp: int, seq_length: int, micro_batch_size: int) -> RunConfig:
     """Return the flags of a run with `cp` context-parallel ranks, and samples of `seq_length` tokens.
 
-    The micro-batch has `micro_batch_size` samples if the global batch is large enough (`with_batch`).
+    The micro-batch has `micro_batch_size` samples, or all samples of its data rank if the global batch has fewer per
+    data rank; see `with_batch`.
     """
     longest = config.model.max_position_embeddings
     sized = changed(
@@ -242,11 +243,11 @@ def search(estimator: Estimator, config: RunConfig) -> list[Choice]:
 
 
 def _candidates(estimator: Estimator, given: RunConfig, config: RunConfig) -> list[Choice]:
-    """Return the candidates of the search for all schemes and parallel sizes, with or without states in host memory.
+    """Return the candidates of the search: all schemes, parallel sizes and micro-batch sizes.
 
     Args:
         estimator: estimator of the candidates.
-        given: flags of the user's run, relative to which `Choice.flags` is given.
+        given: flags of the user's run. `Choice.flags` has the changes to these flags.
         config: flags that the candidates vary: either `given`, or `given` with states in host memory.
     """
     domain, choices = estimator.cluster.ranks_per_domain, list[Choice]()

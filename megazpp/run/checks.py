@@ -184,7 +184,8 @@ def plan_run(
     if (interval := config.checkpoint.save_interval) is not None and not config.checkpoint.saves:
         notices += (f"--save-interval {interval} without --save FOLDER: no checkpoints are saved",)
     left = batches.dataset_samples - batches.total_samples
-    # A new run drops the last samples without a notice, as Megatron-LM does. Only a resumed run gets a notice.
+    # A run drops the last samples without a notice, as Megatron-LM does. A run that has resumed with other batch sizes
+    # gets a notice, because it may drop another number of samples than the run before.
     if left > 0 and batches.start_iteration > 0:
         notices += (
             f"--train-samples {config.batches.train_samples}: the last {left} are too few for a global batch of "

@@ -466,7 +466,7 @@ class Nested(nn.Module):
 
 
 def wrap_blocks() -> None:
-    """Check which blocks of a bare model `zeropp` wraps.
+    """Check which blocks `zeropp` wraps in models to which FSDP2 was not applied: a list of blocks, and nested blocks.
 
     A block that the model uses twice must train as in plain FSDP2.
     """

@@ -285,7 +285,7 @@ def save_from(folder: str, kind: str) -> list[float]:
 
 
 def load_into(folder: str, kind: str, ranks_per_node: int) -> tuple[list[float], str]:
-    """Resume from the checkpoint in another layout, and return the losses after it and the printed text.
+    """Resume in another layout than the checkpoint's; return the losses of the resumed steps and the printed text.
 
     A run that does not load the state of ZeRO++ must have the same losses.
     """
@@ -364,7 +364,7 @@ def load_and_change(folder: str, change: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_state_of_other_weights_is_not_restored(tmp_path):
-    """All ranks of a changed run send complete weights of the units whose state does not fit, and print a line."""
+    """If an entry of CHANGES makes the state unfit for the weights, complete weights are sent, and rank 0 says so."""
     found = {}
     for name in CHANGES:
         (folder := tmp_path / name).mkdir()

@@ -859,8 +859,9 @@ def test_unused_block_sends_nothing_and_flags_take_16_bytes(world_size):
     up, down, local = -(-7 // world_size), -(-10 // world_size), world_size // 2
     message = -(-4 * (up * 10 + up + down * 7 + 10) // 16) * 16
     weights, gradients = message, message + 16
-    # Each micro-batch uses a block twice and reduces it once. Across nodes, each rank sends one message to the other
-    # node per step; inside the node, it sends two messages to each other rank
+    # A step has two micro-batches. Each uses a block twice, and reduces it once. Per step, each rank sends the other
+    # node one message of weights and one of gradients. Per use and per reduction, it sends two messages to every other
+    # rank of its node.
     assert whole[1] - without[1] == weights + gradients
     assert whole[0] - without[0] == 2 * (local - 1) * (2 * 2 * weights + 2 * gradients)
 

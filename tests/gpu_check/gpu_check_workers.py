@@ -293,9 +293,10 @@ OPTIMIZERS = (
 
 
 def optimizers(words: list[str]) -> None:
-    """Compare training steps on the device with steps on the CPU for each entry of OPTIMIZERS.
+    """Compare the losses and gradient norms of three steps on the device with the CPU's, for each entry of OPTIMIZERS.
 
-    The results are written to the file that --run-dir names, as a JSON list with a dictionary for each entry.
+    The results are written to the file (not folder) that --run-dir in `words` names, as a JSON list with a dictionary
+    for each entry.
     """
     cuda, rows = torch.cuda.is_available(), list[dict[str, Any]]()
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -46,9 +46,9 @@ def messages(lead: tuple[int, ...], layout: MessageLayout, device: str, *, swapp
 
 
 def same_nans(messages: Tensor, layout: MessageLayout, dtype: torch.dtype) -> Tensor:
-    """Return a copy of the messages in which every NaN of an exact segment has the same bits.
+    """Return a copy of the messages in which every NaN of an unquantized segment has the same bits.
 
-    A conversion between dtypes may choose any bits for a NaN, so the NaN of two correct implementations may differ.
+    A conversion between dtypes may choose any bits for a NaN, so the NaNs of two correct implementations may differ.
     """
     copied = messages.clone()
     for part in layout.ranges:

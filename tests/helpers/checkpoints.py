@@ -72,7 +72,7 @@ class Attempt:
         return self.progress
 
     def reload(self) -> None:
-        """Replace the training state by the latest checkpoint of --save, after steps that followed its save."""
+        """Load the latest checkpoint of --save, and so undo the steps that were trained after its save."""
         self.checkpoints._finish_writing()
         assert self.folder is not None
         verified = verify(LoadSource(self.folder), self.axis, self.lines.append)

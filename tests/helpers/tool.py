@@ -1,4 +1,4 @@
-"""Run a tool that loads a checkpoint on the shared worker ranks of the tests, instead of starting its own workers."""
+"""Run a tool, which loads a checkpoint, on the shared worker ranks of the tests. The tool starts no other workers."""
 
 import contextlib
 import importlib

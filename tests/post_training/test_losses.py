@@ -122,7 +122,8 @@ def grpo_in_micro_batches(case: Case) -> Numbers:
 def ppo(case: Case) -> Numbers:
     """Compute PPO's losses of a stored case.
 
-    TRL adds a value and the score one position after a completion that ended early, so this function does as well.
+    For a completion that ended early, TRL uses the value at one more position, after the completion's last token, and
+    adds the score to the reward there. This function does the same; see `value_mask`.
     """
     settings, longest = case["settings"], case["settings"]["max_completion_length"]
     logits, all_values, mask = leaf(case["logits"]), leaf(case["values"]), labels_mask(case)

@@ -241,7 +241,8 @@ def traced(num_tokens: int, channels: int, vocab_size: int, rows: int, **changes
         changes: further arguments of linear_cross_entropy.
 
     Returns:
-        ((m, n, k) of each matrix product, recorded forward, recorded backward).
+        ((m, n, k) of each matrix product, segment of the forward, segment of the backward). The segments are
+        `TraceRecorder`'s, with `peak` and `kept` bytes.
     """
     x, weight = (
         torch.empty(size, channels, dtype=torch.bfloat16, device="meta", requires_grad=True)

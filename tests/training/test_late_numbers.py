@@ -1,6 +1,7 @@
 """Test that the host may read a step's loss and gradient norm one step later.
 
-All results are bit-identical, the host does not wait for the device before an update, and no step's numbers are lost.
+All results are bit-identical to results of a host that reads the numbers at once. The host does not wait for the device
+before an update, and no step's numbers are lost.
 """
 
 import itertools

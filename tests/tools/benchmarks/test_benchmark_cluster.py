@@ -119,7 +119,8 @@ def test_local_steps_are_measured_per_cycle_with_or_without_delay(measured):
     local = [s for s in samples if s.variant not in FLAT]
     # A cycle of 10 steps sends one complete synchronization, and leaves no messages to the next cycle.
     ((sent, _),) = {tuple(s.cross_bytes) for s in local}
-    # A synchronization sends 4 bits per parameter in both directions, and half of them to the other replica group.
+    # In a synchronization, each node sends half of the parameters twice to the other replica group: as 4-bit outer
+    # gradients, and as 4-bit changes of the outer weights. 4 bits are 1/2 byte.
     message = parameters / 2 * (1 / 2 + 1 / 2)
     # the measured bytes also include scales, and norms and biases in 16 and 32 bits
     assert message < 10 * sent < 1.5 * message
