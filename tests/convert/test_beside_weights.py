@@ -15,7 +15,6 @@ from megazpp.convert.huggingface import open_model
 from megazpp.convert.native import NO_ADAPTERS, open_checkpoint
 from megazpp.data.tokenizer import TokenizerConfig
 
-peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 
@@ -24,6 +23,8 @@ def add_adapter(folder: Path) -> torch.Tensor:
 
     Return the logits that transformers computes from the folder; `from_pretrained` applies the adapter.
     """
+    import peft  # takes 3 seconds, which no other test process should spend
+
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
