@@ -130,7 +130,7 @@ def main(argv: list[str]) -> int:
 
 def check(config: RunConfig, extra: GenerateConfig, _: CheckpointMetadata) -> None:
     """Raise a ValueError if a flag or a prompt is wrong, before the checkpoint is loaded. This leaves stdin unread."""
-    check_existing([extra])
+    check_existing([extra])  # again, because ranks that torchrun or srun has started skip `answer_flags`
     given, file = config.section(SampleConfig).sample_prompt, extra.prompt_file
     if not given and file is None:
         return

@@ -22,18 +22,7 @@ def order(bits: Tensor) -> Tensor:
 
 
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
-    """Encode the lossless delta from old to new weights into the parts of a message, block by block.
-
-    Args:
-        new: [S] bf16 or fp16, new weights.
-        old: [S] of the same dtype, old weights, which the receivers hold.
-        kinds: [B] uint8, receives the kind of each block's body, which holds the block's encoded changes.
-        halves: [B] uint8, receives half of each body's size in bytes. Half the size of a complete raw body, 256, does
-            not fit into uint8 and becomes 0; `decode` knows the size of a raw body from its kind.
-        body: [C] uint8, receives the bodies one after another, without those that would end beyond C.
-        numbers: [2] int64, receives the bytes that the bodies of all blocks need, and the number of changed elements in
-            the blocks that were left out.
-    """
+    """Encode the lossless delta from old to new weights, block by block; see `native.encode` for the arguments."""
     exponents = _exponents(old)
     difference = order(new.view(torch.int16)) - order(old.view(torch.int16))
     z = _blocks(((difference << 1) ^ (difference >> 15)).int() & 0xFFFF)
@@ -55,14 +44,7 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
 
 
 def decode(kinds: Tensor, halves: Tensor, body: Tensor, weights: Tensor) -> None:
-    """Apply one message with a lossless delta to old weights, which become the new weights in place.
-
-    Args:
-        kinds: [B] uint8, kind of each block's body, from `encode`.
-        halves: [B] uint8, half of each body's size in bytes, from `encode`; not used for raw bodies.
-        body: [C] uint8, the bodies of all blocks, which hold the encoded changes, from `encode`.
-        weights: [S] bf16 or fp16, the old weights, updated.
-    """
+    """Apply a lossless delta to old weights in place, block by block; see `native.decode` for the arguments."""
     exponents, offset = _exponents(weights), 0
     for index, (kind, half) in enumerate(zip(kinds.tolist(), halves.tolist(), strict=True)):
         # ---- find the bytes of this block's body, which follow the body of the previous block
