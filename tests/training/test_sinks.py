@@ -211,10 +211,11 @@ def test_disabled_wandb_records_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
 def test_wandb_with_a_dead_service_raises_and_does_not_hang(tmp_path):
-    # wandb services of earlier tests may still run, and are not the one to kill
-    before = {*psutil.Process().children(recursive=True)}
+    # Services of earlier tests may still run. The service forks to start its own helpers: for a moment such a child has
+    # the service's name, so that only direct children count.
+    before = {*psutil.Process().children()}
     sink = open_wandb(tmp_path)
-    (service,) = (each for each in {*psutil.Process().children(recursive=True)} - before if each.name() == "wandb-core")
+    (service,) = (each for each in {*psutil.Process().children()} - before if each.name() == "wandb-core")
     service.kill()
     service.wait()
     for use in (
