@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.base.flags import wrong_types
+from megazpp.parallel.hosts import kernel_of
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig
@@ -195,11 +196,11 @@ def describe_host(
         # example torch's own default "cpu:gloo,cuda:nccl"), so look for the back end of "cuda".
         uses_gpu = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config()
     gpu, notice = describe_gpu(device) if uses_gpu else (None, "")
-    boot_id, namespace = root / "proc/sys/kernel/random/boot_id", root / "proc/self/ns/net"
+    boot_id, network_namespace = kernel_of(root)
     return HostInfo(
         host=socket.gethostname(),
-        boot_id=boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else "",
-        network_namespace=namespace.stat().st_ino if namespace.exists() else 0,
+        boot_id=boot_id,
+        network_namespace=network_namespace,
         local_rank=local_rank,
         gpu=gpu,
         notice=notice,

@@ -390,6 +390,23 @@ def wait_until(condition: Callable[[], bool], seconds: float = math.inf) -> bool
     return fulfilled
 
 
+def kernel_of(root: Path = Path("/")) -> tuple[str, int]:
+    """Return the boot ID of the running kernel, and the inode of this process's network namespace.
+
+    They are "" and 0 if the system hides them. `root` is the parent folder of `proc`; tests pass a substitute.
+    """
+    boot_id, namespace = root / "proc/sys/kernel/random/boot_id", root / "proc/self/ns/net"
+    return (
+        boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else "",
+        namespace.stat().st_ino if namespace.exists() else 0,
+    )
+
+
+def host_key() -> str:
+    """Return a text that is equal in all processes of a host, and differs between hosts that have the same name."""
+    return f"{socket.gethostname()} {kernel_of()}"
+
+
 def interface_of(address: str) -> str | None:
     """Return the network interface of this machine with the given IP address, for example "eth1".
 

@@ -30,7 +30,7 @@ from megazpp.base.files import HOME
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import EXIT_ERROR, LAUNCHER_PID, JobError, leave
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.hosts import Hosts, wait_until
+from megazpp.parallel.hosts import Hosts, host_key, wait_until
 from megazpp.parallel.launch import RESTART_COUNT, RankInfo, hosts_of, open_store
 
 # Limit of two waits: a rank that has failed waits for the verdict, and rank 0 waits until the other ranks have read a
@@ -152,13 +152,13 @@ def tell(store: dist.Store, place: RankInfo, error: JobError, *, host: str | Non
         error: error that ends this rank.
         host: name of this host; None uses the system's host name.
     """
-    root, host = _root(store), host or socket.gethostname()
+    root = _root(store)
     if place.local_rank != 0:
         time.sleep(CLAIM_SECONDS)
-    if root.add(f"said/{host}", 1) == 1 and place.local_rank != 0:
+    if root.add(f"said/{host or host_key()}", 1) == 1 and place.local_rank != 0:
         error.show()
     if root.add(FAILED, 1) == 1:
-        root.set(FAILURE, f"rank {place.rank} on {host}: {error}")
+        root.set(FAILURE, f"rank {place.rank} on {host or socket.gethostname()}: {error}")
     if place.rank == 0:
         _write_verdict(root, place.world_size)
     _read_verdict(root, place, ANSWER_SECONDS)
@@ -166,8 +166,7 @@ def tell(store: dist.Store, place: RankInfo, error: JobError, *, host: str | Non
 
 def show_once(store: dist.Store, error: JobError, *, host: str | None = None) -> None:
     """Print `error`, the problem that a roll call has found, unless another rank of this host has printed it."""
-    root, host = _root(store), host or socket.gethostname()
-    if root.add(f"said/{host}", 1) == 1:
+    if _root(store).add(f"said/{host or host_key()}", 1) == 1:
         error.show()
 
 

@@ -51,7 +51,7 @@ from megazpp.base.files import cause
 from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave, say
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.hosts import wait_until
+from megazpp.parallel.hosts import host_key, wait_until
 from megazpp.parallel.launch import RankInfo
 from megazpp.parallel.timeline import COMPUTE, FILES, STEP, WAIT, Activity, Doing
 from megazpp.topology.layout import Layout
@@ -204,7 +204,7 @@ class Watchdog:
             # The rank that raised the alarm collects answers for up to ANSWER_SECONDS before it writes the report.
             if wait_until(lambda: store.check([REPORT]), 2 * ANSWER_SECONDS):
                 host, text = json.loads(store.get(REPORT))
-                if self._place.local_rank == 0 and host != socket.gethostname():
+                if self._place.local_rank == 0 and host != host_key():
                     say(f"\n{text}")
             leave(EXIT_SECONDARY)
         # Increment the counter of failures, so that ranks whose collectives break from now on exit silently.
@@ -216,7 +216,7 @@ class Watchdog:
             r: RankState(host, [Doing(*each) for each in doing], *rest) for r, (host, doing, *rest) in answers.items()
         }
         report = describe_hang(states, self._layout, limit, world_size=self._place.world_size)
-        store.set(REPORT, json.dumps([socket.gethostname(), report]))
+        store.set(REPORT, json.dumps([host_key(), report]))
         text = report + "".join(f"\n==== rank {r}\n{states[r].stacks}" for r in sorted(states))
         where = f"the stacks of all ranks:\n{text}"
         if store.check([FOLDER]):

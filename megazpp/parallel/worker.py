@@ -52,7 +52,7 @@ from megazpp.base.program import (
     say,
 )
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.hosts import wait_until
+from megazpp.parallel.hosts import host_key, wait_until
 from megazpp.parallel.launch import AGENT_STORE, LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
 from megazpp.parallel.roll_call import call_roll, show_once
 from megazpp.parallel.watchdog import FAILURES, Watchdog
@@ -222,7 +222,7 @@ def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
     host, words = socket.gethostname(), str(error).strip().splitlines() or [type(error).__name__]
     with contextlib.suppress(Exception):  # ignore a store that does not answer, because the process with it has ended
         worker.store.set(
-            f"{FAILURES.format(worker.restarts)}/text", f"{host}\nrank {worker.rank} on {host}: {words[0]}"
+            f"{FAILURES.format(worker.restarts)}/text", f"{host_key()}\nrank {worker.rank} on {host}: {words[0]}"
         )
     if isinstance(error, JobError):
         error.show()
@@ -262,14 +262,13 @@ def _say_who_failed(worker: Worker) -> None:
 
     Nothing is printed if the first failure was on this host, where the failed rank has printed its error.
     """
-    here = socket.gethostname()
     try:
         worker.store.set_timeout(timedelta(seconds=2 * REPORT_SECONDS))
         host, _, text = worker.store.get(f"{FAILURES.format(worker.restarts)}/text").decode().partition("\n")
     except Exception:  # the process that hosts the store has ended, or the link to it is down
         host, text = "", f"the connection to rank 0's host ({store_address()}) was lost"
-    if host != here:
-        say(f"\nrank {worker.rank} on {here} ends: {text}")
+    if host != host_key():
+        say(f"\nrank {worker.rank} on {socket.gethostname()} ends: {text}")
 
 
 def _reader_is_gone() -> bool:

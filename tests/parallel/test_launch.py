@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import find_address, find_launcher, first_host
-from megazpp.base.program import BEGAN, EXIT_LATE, LAUNCHER_PID
+from megazpp.base.program import BEGAN, EXIT_LATE, LAUNCHER_PID, UserError
 from megazpp.parallel import launch, worker
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.launch import (
@@ -32,6 +32,7 @@ from megazpp.parallel.launch import (
     is_on_one_machine,
     open_store,
 )
+from megazpp.parallel.roll_call import show_once
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
@@ -218,6 +219,18 @@ def test_broken_connection_is_reported_in_one_line_without_frames(monkeypatch, c
     if not is_traced:
         assert said.startswith("\nrank 0 on alpha: the connection to another rank is broken, and no rank has reported")
         assert said.endswith("or the link is down: Connection closed by peer [10.88.0.2]:23681. Check the logs\n")
+
+
+def test_both_of_two_hosts_with_the_same_name_print_why_the_job_ends(monkeypatch, capsys):
+    monkeypatch.setattr("socket.gethostname", lambda: "ubuntu")
+    store = dist.HashStore()
+    for me in (SimpleNamespace(store=store, rank=rank, local_rank=0, restarts=0) for rank in (0, 1)):
+        monkeypatch.setattr("megazpp.parallel.hosts.kernel_of", lambda me=me: ("the boot ID", me.rank))
+        show_once(store, UserError("--lr must be equal"))
+        worker._report_once(ValueError("a fault"), me, alone=False)
+    said = capsys.readouterr().err
+    assert said.count("--lr must be equal") == 2
+    assert "\nrank 1 on ubuntu ends: rank 0 on ubuntu: a fault\n" in said
 
 
 def test_rank_with_the_store_ends_after_the_others_have_read_the_failure(monkeypatch):
