@@ -26,6 +26,7 @@ from torch.utils import collect_env
 
 import megazpp
 from megazpp.base.files import cache_folder
+from megazpp.base.memory import host_memory
 from megazpp.base.program import aligned, flags_of, launched_rank, program
 from megazpp.kernels.block_quant import backend, native
 from megazpp.optim.apex import check_apex
@@ -107,7 +108,7 @@ def versions() -> Section:
 
 def devices() -> Section:
     """Return the CPU's usable cores and memory, and each GPU with the NVLinks that a rank on it would detect."""
-    gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gibibytes = host_memory().total / 2**30
     found = {"CPU": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores usable, {gibibytes:.1f} GiB"}
     if not torch.cuda.is_available() and Path("/dev/nvidiactl").exists():
         found["CUDA"] = "torch cannot use the GPU: install a build for its driver, see pytorch.org/get-started"

@@ -1,24 +1,49 @@
-"""Available memory of the host, which generation and --optimizer-cpu-offload check before they allocate memory."""
+"""Memory of the host that this process may use, with the limits of the cgroups that contain the process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-# An entry for version 2 of cgroups, and one for version 1: the folder, the name of the file with the limit of memory,
-# the name of the file with the used memory, and the key of the file cache in memory.stat. The file cache counts as used
-# memory, although the kernel can free it.
-CGROUPS = [
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-]
+# An entry for version 2 of cgroups, and one for version 1: the controller in /proc/self/cgroup, the folder, the name of
+# the file with the limit of memory, the name of the file with the used memory, and the key of the file cache in
+# memory.stat. The file cache counts as used memory, although the kernel can free it.
+CGROUPS = (
+    ("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
-def available_bytes() -> int:
-    """Return the bytes of memory that processes can still allocate on this machine and in this process's cgroup."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    found = [1024 * int(fields["MemAvailable"].split()[0])]
-    for folder, limit, usage, cache in CGROUPS:
-        if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            found.append(int(most) - int((folder / usage).read_text()) + int(stat[cache]))
-    return min(found)
+class MemoryBytes(NamedTuple):
+    """Memory of the host or of a cgroup in bytes: the limit, and the bytes that processes can still allocate."""
+
+    total: int
+    available: int
+
+
+def host_memory(root: Path = Path("/")) -> MemoryBytes:
+    """Return the memory of this machine, or of this process's cgroup if that has less.
+
+    Args:
+        root: parent folder of `proc` and `sys`; tests pass a substitute.
+    """
+    fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    machine = MemoryBytes(*(1024 * int(fields[name].split()[0]) for name in ("MemTotal", "MemAvailable")))
+    return MemoryBytes(*map(min, zip(machine, *_limits(root), strict=True)))
+
+
+def _limits(root: Path) -> Iterator[MemoryBytes]:
+    """Yield the memory of each cgroup with a limit: this process's cgroup and the groups that contain it.
+
+    In a container the mounted folder may be this process's cgroup itself, and lack the path in /proc/self/cgroup.
+    """
+    lines = (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").exists() else []
+    paths = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
+    for controller, mounted, limit, usage, cache in CGROUPS:
+        own = root / mounted / paths.get(controller, "").strip("/")
+        for folder in (own, *own.parents):
+            file = folder / limit
+            if folder.is_relative_to(root / mounted) and file.exists() and (most := file.read_text().strip()) != "max":
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                yield MemoryBytes(int(most), int(most) - int((folder / usage).read_text()) + int(stat[cache]))

@@ -40,7 +40,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from megazpp.base.launcher import env_number
-from megazpp.base.memory import available_bytes
+from megazpp.base.memory import host_memory
 from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
@@ -140,7 +140,7 @@ class HostMemory(DeviceStates):
             ValueError: the machine has too little available memory for all its ranks.
             OSError: the memory cannot be allocated, or CUDA cannot register it for asynchronous copies.
         """
-        wanted, available = num_local * self.num_bytes, available_bytes()
+        wanted, available = num_local * self.num_bytes, host_memory().available
         if wanted > available:
             raise ValueError(
                 f"--optimizer-cpu-offload needs {wanted / 1e9:.1f} GB of host memory for {num_local} ranks on this "

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megazpp.base.memory import available_bytes
+from megazpp.base.memory import host_memory
 from megazpp.base.program import UserError
 from megazpp.inference.config import SampleConfig
 from megazpp.inference.sample import occurring, pick_rows
@@ -341,7 +341,7 @@ def sequences_that_fit(model: GPTModel, length: int, device: torch.device, *, on
     """
     config, weight = model.config, model.embedding.word.weight
     per_token = 2 * config.layers * (config.query_groups // model.tp.size) * config.head_size * weight.element_size()
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" and not on_host else available_bytes()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" and not on_host else host_memory().available
     return min(max(free // 2 // (per_token * length), 1), MOST_SEQUENCES)
 
 

@@ -18,7 +18,6 @@ result is the speed of the slowest rank. All ranks run at the same time, so CPU 
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.nn import functional
 
+from megazpp.base.memory import host_memory
 from megazpp.kernels.weight_delta import decode, encode, message_bytes
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.dims import ParallelDims
@@ -143,7 +143,7 @@ def measure_device(
         torch.cuda.reset_peak_memory_stats(device)  # the run's log reports the peak memory of training alone
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dims.layout.cluster.ranks_per_node
+        memory = host_memory().total // dims.layout.cluster.ranks_per_node
     return Device(
         name,
         teraflops=float(f"{flops * repeats / product / 1e12:.3g}"),

@@ -13,6 +13,7 @@ from helpers.ranks import ranks
 from helpers.tiers import chosen
 from helpers.training import LLAMA_STYLE, MIXTURE_STYLE, Case
 
+from megazpp.base.memory import MemoryBytes
 from megazpp.host_states import memory
 from megazpp.host_states.memory import HostMemory
 from megazpp.parallel.config import ParallelConfig
@@ -118,7 +119,7 @@ def test_unsupported_layouts_are_refused_by_flag(zero, parallel, message):
 def test_too_little_host_memory_is_an_error_with_its_numbers_before_any_allocation():
     with (
         mock.patch.object(HostMemory, "num_bytes", 73 * 10**9),
-        mock.patch.object(memory, "available_bytes", return_value=512 * 10**9),
+        mock.patch.object(memory, "host_memory", return_value=MemoryBytes(10**12, 512 * 10**9)),
         mock.patch.object(HostMemory, "_new_queue") as allocates,
         pytest.raises(ValueError, match=r"--optimizer-cpu-offload needs 584.0 GB .* 8 ranks .* 512.0 GB are available"),
     ):
