@@ -54,7 +54,7 @@ def answers(parsed: ParsedRun) -> bool:
 answer_flags(__name__, parse, answers)
 announce(__name__)  # says on a terminal that the program imports torch, which takes seconds
 
-from megazpp.parallel.roll_call import report_tracebacks
+from megazpp.parallel.failure import report_tracebacks
 
 report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 

@@ -100,7 +100,7 @@ def parse(argv: list[str]) -> ParsedRun:
 # answers --help and rejects most wrong flags before the imports below, which take seconds
 answer_flags(__name__, parse, functools.partial(check_paths, needs_load=True))
 
-from megazpp.parallel.roll_call import report_tracebacks
+from megazpp.parallel.failure import report_tracebacks
 
 report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 

@@ -66,7 +66,7 @@ def parse(argv: list[str]) -> ParsedRun:
 answer_flags(__name__, parse, functools.partial(check_paths, needs_load=True, pairs=False))
 announce(__name__)  # says on a terminal that the program imports torch, which takes seconds
 
-from megazpp.parallel.roll_call import report_tracebacks
+from megazpp.parallel.failure import report_tracebacks
 
 report_tracebacks()  # tells the other hosts if one of the imports below fails on this host
 

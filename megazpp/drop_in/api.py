@@ -29,7 +29,7 @@ from megazpp.drop_in.reduce import ProgramContext, ProgramRingReduce, RestoringR
 from megazpp.drop_in.units import QUANTIZABLE, ProgramUnit, find_program_units
 from megazpp.drop_in.wrap import ReplacedParameters, dtype_when_wrapped, mesh_to_wrap, wrap_model
 from megazpp.drop_in.writes import WatchedGather, WriteWatch
-from megazpp.parallel.agreement import find_difference
+from megazpp.parallel.agreement import find_differences, in_lines
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.host_discovery import describe_host, share_survey
 from megazpp.topology.cluster import Cluster
@@ -285,12 +285,10 @@ def _check_equal_settings(settings: Mapping[str, Any]) -> None:
     size = dist.get_world_size()
     group = dist.group.WORLD if size > 1 else None
     world = MeshAxis("world", ranks=tuple(range(size)), rank=dist.get_rank(), group=group, wire="world")
-    if difference := find_difference(world, mine):
-        ranks, differ = difference
-        values = "; ".join(f"{name} is {first} and {other}" for name, (first, other) in differ.items())
+    if found := find_differences(world, mine):
         raise ValueError(
-            f"megazpp.zeropp has different settings on {ranks}: {values}. Pass equal arguments on all ranks, and set "
-            f"{RANKS_PER_NODE} on all hosts or on none"
+            f"different settings of megazpp.zeropp: {'; '.join(in_lines(found))}. Pass equal arguments on all ranks, "
+            f"and set {RANKS_PER_NODE} on all hosts or on none"
         )
 
 

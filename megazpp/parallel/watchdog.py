@@ -51,7 +51,8 @@ from megazpp.base.files import cause
 from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave, say
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.hosts import host_key, wait_until
+from megazpp.parallel.failure import FirstFailure, store_of
+from megazpp.parallel.hosts import wait_until
 from megazpp.parallel.launch import RankInfo
 from megazpp.parallel.timeline import COMPUTE, FILES, STEP, WAIT, Activity, Doing
 from megazpp.topology.layout import Layout
@@ -60,13 +61,9 @@ ANSWER_SECONDS = 5.0  # time for the other ranks to answer an alarm with their o
 # Longest interval between two checks by the judge, and between two exchanges with the store. If the judge wakes up this
 # much later than planned, the process counts as suspended meanwhile.
 POLL_SECONDS = 5.0
-# Keys of the watchdog in the store. ALARM counts alarms, REPORT has the report about the hang, FOLDER the path of the
-# folder for the ranks' stacks. With a rank in place of {}, STATE has the rank's open spans and stacks, and BEAT is a
-# counter, the rank's heartbeat.
-ALARM, REPORT, FOLDER, STATE, BEAT = "alarm", "report", "folder", "state/{}", "beat/{}"
-# Store key of a counter; {} is the number of restarts. The rank that increments the counter to 1 reports its failure,
-# and all other ranks exit silently.
-FAILURES = "megazpp/failures/{}"
+# Keys of the watchdog in the store. ALARM counts alarms, FOLDER has the path of the folder for the ranks' stacks. With
+# a rank in place of {}, STATE has the rank's open spans and stacks, and BEAT is a counter, the rank's heartbeat.
+ALARM, FOLDER, STATE, BEAT = "alarm", "folder", "state/{}", "beat/{}"
 
 
 class RankState(NamedTuple):
@@ -94,14 +91,13 @@ class Watchdog:
         store: store of the default process group.
         place: this process's rank, its index on its node, and the number of ranks.
         config: flags with the limits, see `LaunchConfig.hang_seconds`.
-        restarts: number of times that the launcher has restarted the job.
     """
 
-    def __init__(self, store: Any, place: RankInfo, config: LaunchConfig, *, restarts: int) -> None:
-        self._place, self._restarts = place, restarts
+    def __init__(self, store: Any, place: RankInfo, config: LaunchConfig) -> None:
+        self._place = place
         self._first, self._later = config.hang_seconds
-        self._root = store.clone()  # a second connection, because a thread may be blocked in a call on the first one
-        self._store = dist.PrefixStore(f"megazpp/hang/{restarts}", self._root)
+        own = store.clone()  # a second connection, because a thread may be blocked in a call on the first one
+        self._store, self._failure = store_of(own, "hang"), FirstFailure(own, place)
         self._activity = Activity()
         self._layout: Layout | None = None  # layout of the ranks, set by `watch`; None before process groups exist
         self._poll_seconds = min(POLL_SECONDS, self._later / 4)
@@ -202,13 +198,10 @@ class Watchdog:
         store.set(STATE.format(rank), json.dumps(state))
         if not raised_it:
             # The rank that raised the alarm collects answers for up to ANSWER_SECONDS before it writes the report.
-            if wait_until(lambda: store.check([REPORT]), 2 * ANSWER_SECONDS):
-                host, text = json.loads(store.get(REPORT))
-                if self._place.local_rank == 0 and host != host_key():
-                    say(f"\n{text}")
+            wait_until(lambda: self._failure.is_known, 2 * ANSWER_SECONDS)
+            self._failure.show_elsewhere()
             leave(EXIT_SECONDARY)
-        # Increment the counter of failures, so that ranks whose collectives break from now on exit silently.
-        self._root.add(FAILURES.format(self._restarts), 1)
+        first = self._failure.claim()  # ranks whose collectives break from now on exit silently
         keys = [STATE.format(r) for r in range(self._place.world_size)]
         wait_until(lambda: store.check(keys), ANSWER_SECONDS)
         answers = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
@@ -216,7 +209,8 @@ class Watchdog:
             r: RankState(host, [Doing(*each) for each in doing], *rest) for r, (host, doing, *rest) in answers.items()
         }
         report = describe_hang(states, self._layout, limit, world_size=self._place.world_size)
-        store.set(REPORT, json.dumps([host_key(), report]))
+        if first:
+            self._failure.write(report)
         text = report + "".join(f"\n==== rank {r}\n{states[r].stacks}" for r in sorted(states))
         where = f"the stacks of all ranks:\n{text}"
         if store.check([FOLDER]):

@@ -2,10 +2,10 @@
 
 Every worker starts in `worker_process`, no matter which launcher started it, and ends in `leave`:
 
-- One traceback. The first rank that fails claims the failure in the store and prints its traceback. The other ranks,
-  whose collectives then break, exit silently. A rank whose collective breaks waits a second before it tries to claim
-  the failure, so that the rank that broke the collective comes first. If that rank was killed and cannot claim the
-  failure, the launcher ends the job in this second and names the killed rank.
+- One traceback. The first rank that fails claims the failure in the store (failure.py) and prints its traceback. The
+  other ranks, whose collectives then break, exit silently. A rank whose collective breaks waits a second before it
+  tries to claim the failure, so that the rank that broke the collective comes first. If that rank was killed and cannot
+  claim the failure, the launcher ends the job in this second and names the killed rank.
 - Safe exit. A worker that succeeds passes a barrier and destroys the process group. Every worker then flushes its
   output and calls `os._exit`, because an ordinary interpreter exit races with gloo's threads and aborts about one run
   in six (torch 2.13).
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,14 +51,13 @@ from megazpp.base.program import (
     leave,
     say,
 )
+from megazpp.parallel.agreement import call_roll
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.hosts import host_key, wait_until
-from megazpp.parallel.launch import AGENT_STORE, LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
-from megazpp.parallel.roll_call import call_roll, show_once
-from megazpp.parallel.watchdog import FAILURES, Watchdog
+from megazpp.parallel.failure import CLAIM_SECONDS, FirstFailure
+from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
+from megazpp.parallel.watchdog import Watchdog
 
 WAIT_SECONDS = 15.0  # time for the other ranks to start, before a rank prints that it waits for them
-REPORT_SECONDS = 1.0  # time for the rank that failed first to claim the failure, before other ranks may claim it
 # Time limit of torch's collectives, practically infinite, because the watchdog ends a job that hangs. A shorter limit
 # would also end a job that was suspended for longer than the limit and then continues.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
@@ -127,13 +126,14 @@ def worker_process(
                 UserError(str(error)).show()
             else:
                 # A launcher kills all ranks of a host when one exits: give local rank 0 time to print the error.
-                time.sleep(REPORT_SECONDS)
+                time.sleep(CLAIM_SECONDS)
             leave(EXIT_USER_ERROR)
-        watchdog = Watchdog(store, place, config, restarts=restarts).start()
-        problem = call_roll(store, place, facts)
-    if problem is not None:
-        show_once(store, UserError(problem))
-        leave(EXIT_USER_ERROR)
+        failure = FirstFailure(store, place)
+        watchdog = Watchdog(store, place, config).start()
+        try:
+            call_roll(store, place, facts, failure)
+        except JobError as error:
+            _end(error, place, failure)
     share_gloo_device(loopback=is_on_one_machine(place), lazy=backend != "gloo")
     if device.type == "cpu":
         keep_freed_memory()
@@ -152,11 +152,7 @@ def worker_process(
         with watchdog.span("barrier at the end"):
             dist.barrier()
     except BaseException as error:
-        alone = is_on_one_machine(place)
-        code = _report_once(error, worker, alone=alone)
-        if not alone:
-            _let_others_read(worker)
-        leave(code)
+        _end(error, place, failure)
     dist.destroy_process_group()
 
 
@@ -198,32 +194,37 @@ def seed_everything(seed: int, *, data_rank: int, tp_rank: int) -> None:
     torch.manual_seed((seed * 1_000_003 + data_rank * 1_009 + tp_rank) % 2**63)
 
 
-def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
+def _end(error: BaseException, place: RankInfo, failure: FirstFailure) -> NoReturn:
+    """End this worker because of an exception, which is printed if this rank is the first to fail."""
+    code = _report_once(error, place, failure)
+    failure.let_others_read()
+    leave(code)
+
+
+def _report_once(error: BaseException, place: RankInfo, failure: FirstFailure) -> int:
     """Print the error that ended this worker if it is the first rank to fail, and return the worker's exit code.
 
-    If another rank has failed first, the first rank of each other host prints which rank has failed.
+    If another rank has failed first, the first rank of each other host prints that rank's error.
 
     Args:
         error: exception that ended the worker.
-        worker: this rank.
-        alone: True if all ranks are on one machine, where one message is enough.
+        place: this process's rank.
+        failure: record of the job's first failure.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if frames and Path(frames[-1].filename).is_relative_to(Path(dist.__file__).parent):
-        time.sleep(REPORT_SECONDS)  # torch.distributed raised the error, most likely because another rank has failed
+        time.sleep(CLAIM_SECONDS)  # torch.distributed raised the error, most likely because another rank has failed
     try:
-        first = worker.store.add(FAILURES.format(worker.restarts), 1) == 1
+        first = failure.claim()
     except Exception:  # the store does not answer: the process that hosts it has ended, so another rank failed first
-        first = worker.rank == 0 and alone
+        first = place.rank == 0 and is_on_one_machine(place)
     if not first:
-        if worker.local_rank == 0 and not alone:
-            _say_who_failed(worker)
+        failure.show_elsewhere()
         return EXIT_SECONDARY
-    host, words = socket.gethostname(), str(error).strip().splitlines() or [type(error).__name__]
+    text = str(error).strip() or type(error).__name__
+    brief = text if isinstance(error, JobError) else text.splitlines()[0]
     with contextlib.suppress(Exception):  # ignore a store that does not answer, because the process with it has ended
-        worker.store.set(
-            f"{FAILURES.format(worker.restarts)}/text", f"{host_key()}\nrank {worker.rank} on {host}: {words[0]}"
-        )
+        failure.write(f"rank {place.rank} on {failure.host}: {brief}")
     if isinstance(error, JobError):
         error.show()
         return error.exit_code
@@ -234,41 +235,13 @@ def _report_once(error: BaseException, worker: Worker, *, alone: bool) -> int:
         return 128 + signal.SIGINT
     if BROKEN.search(str(error)) and isinstance(error, RuntimeError):
         say(
-            f"\nrank {worker.rank} on {host}: the connection to another rank is broken, and no rank has reported an "
-            f"error, so a process or a host was killed, or the link is down: {PLACE_IN_GLOO.sub('', words[0])}"
+            f"\nrank {place.rank} on {failure.host}: the connection to another rank is broken, and no rank has "
+            f"reported an error, so a process or a host was killed, or the link is down: {PLACE_IN_GLOO.sub('', brief)}"
         )
         return EXIT_ERROR
-    text = "".join(traceback.format_exception(error)).rstrip()
-    say(f"\nrank {worker.rank} failed:\n{text}")  # starts a new line after a progress bar
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    say(f"\nrank {place.rank} failed:\n{trace}")  # starts a new line after a progress bar
     return EXIT_ERROR
-
-
-def _let_others_read(worker: Worker) -> None:
-    """Record in the store that this rank has read the first failure; if this process hosts the store, wait for others.
-
-    Without a launcher that hosts the store, rank 0's process hosts it. If rank 0 ended at once, other hosts could not
-    print why the job ends. So rank 0 waits up to three seconds until all ranks have read the failure. All ranks of a
-    job on several hosts call this function after a failure.
-    """
-    with contextlib.suppress(Exception):  # raised if the store's process has ended; then nobody waits for this rank
-        key = f"{FAILURES.format(worker.restarts)}/read"
-        worker.store.add(key, 1)
-        if worker.rank == 0 and os.environ.get(AGENT_STORE) != "True":
-            wait_until(lambda: worker.store.add(key, 0) >= worker.world_size, 3 * REPORT_SECONDS)
-
-
-def _say_who_failed(worker: Worker) -> None:
-    """Print which rank of another host has failed first, and why, as the reason why this rank ends too.
-
-    Nothing is printed if the first failure was on this host, where the failed rank has printed its error.
-    """
-    try:
-        worker.store.set_timeout(timedelta(seconds=2 * REPORT_SECONDS))
-        host, _, text = worker.store.get(f"{FAILURES.format(worker.restarts)}/text").decode().partition("\n")
-    except Exception:  # the process that hosts the store has ended, or the link to it is down
-        host, text = "", f"the connection to rank 0's host ({store_address()}) was lost"
-    if host != host_key():
-        say(f"\nrank {worker.rank} on {socket.gethostname()} ends: {text}")
 
 
 def _reader_is_gone() -> bool:

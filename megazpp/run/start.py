@@ -39,12 +39,12 @@ from megazpp.checkpoint.metadata import CheckpointMetadata
 from megazpp.data.cache import cache_key
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.kernels import formats
-from megazpp.parallel.agreement import find_difference, raise_on_all_ranks
+from megazpp.parallel.agreement import find_differences, in_lines, raise_on_all_ranks
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
+from megazpp.parallel.failure import report_failure
 from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of, launch_workers, launch_workers_of_host
-from megazpp.parallel.roll_call import hosts_in, launched_place, report_failure
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster
@@ -89,17 +89,10 @@ def distributed_program(main: Callable[[list[str]], int]) -> Callable[..., int]:
                 say_notices(notices)
             return main(argv)
         except (OSError, ValueError, JobError) as error:
-            place, hosts = launched_place(), hosts_in(argv)
             failure = error if isinstance(error, JobError) else UserError(in_words(error, argv))
-            if place is not None:
-                report_failure(place, failure)
-            elif hosts is not None:
-                failure.show()
-                hosts.tell(str(failure))
-                leave(failure.exit_code)  # an ordinary exit of the interpreter could abort, see `start_workers`
-            else:
+            if not report_failure(failure, argv):
                 raise
-            return failure.exit_code
+            leave(failure.exit_code)  # an ordinary exit of the interpreter could abort, see `start_workers`
 
     return run
 
@@ -190,13 +183,12 @@ def check_kernels(dims: ParallelDims, device: torch.device) -> None:
     name = "the instruction set of torch's CPU kernels (the environment variable ATEN_CPU_CAPABILITY can lower it)"
     instructions = {name: torch.backends.cpu.get_cpu_capability()}
     threads = {"the number of torch's threads (the environment variable OMP_NUM_THREADS)": str(torch.get_num_threads())}
-    found = find_difference(dims.replicate, instructions), find_difference(dims.tp, instructions | threads)
+    found = find_differences(dims.replicate, instructions) | find_differences(dims.tp, instructions | threads)
 
     def check() -> None:
         """Raise ValueError if kernels or threads differ in this rank's process group on the axis `replicate` or tp."""
-        for places, differ in filter(None, found):
-            name, (first, other) = next(iter(differ.items()))
-            raise ValueError(f"{name} must be equal on all ranks, but is {first} and {other} ({places})")
+        if found:
+            raise ValueError(in_lines(found)[0])
 
     raise_on_all_ranks(dims.world, check)
 

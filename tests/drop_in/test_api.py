@@ -565,11 +565,17 @@ def pass_own_settings() -> None:
     """Pass other settings on rank 1 than on rank 0; both ranks must raise an error that names the difference."""
     first = dist.get_rank() == 0
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("ranks_per_node is 1 and None", {"ranks_per_node": 1 if first else None}),
-        ("config.zero_weight_bits is None and 16", {"config": config(zero_weight_bits=None if first else 16)}),
+        (
+            "ranks_per_node must be equal on all ranks, but is 1 on .*, None on .*",
+            {"ranks_per_node": 1 if first else None},
+        ),
+        (
+            "config.zero_weight_bits must be equal on all ranks, but is None on .*, 16 on .*",
+            {"config": config(zero_weight_bits=None if first else 16)},
+        ),
     ]
     for words, arguments in cases:
-        with pytest.raises(ValueError, match=rf"on rank 0 on .* and rank 1 on .*: {words}\."):
+        with pytest.raises(ValueError, match=rf"different settings of megazpp.zeropp: {words}\."):
             megazpp.zeropp(blocks(), **arguments)
 
 

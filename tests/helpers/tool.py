@@ -40,7 +40,7 @@ def _run_on_rank(tool: str, flags: list[str], key: str, cwd: Path) -> tuple[int,
     def on_this_rank(place: RankInfo, launch: LaunchConfig, facts: object) -> Iterator[Worker]:
         assert place.world_size == world_size
         # the test does not start the watchdog, because the shared workers have their own timeouts
-        watchdog = Watchdog(store, place, launch, restarts=0)
+        watchdog = Watchdog(store, place, launch)
         own = replace(place, started=True, rank=rank, local_rank=rank)
         yield Worker(**vars(own), device=torch.device("cpu"), store=store, watchdog=watchdog)
 

@@ -64,7 +64,7 @@ def test_invalid_host_raises_the_same_error_on_every_rank():
 def worker(rank: int, world_size: int, store: dist.Store) -> Worker:
     place = RankInfo(started=True, world_size=world_size, rank=rank, local_rank=rank)
     # the test does not start the watchdog, because no rank can hang here
-    watchdog = Watchdog(store, place, LaunchConfig(), restarts=0)
+    watchdog = Watchdog(store, place, LaunchConfig())
     return Worker(**vars(place), device=CPU, store=store, watchdog=watchdog)
 
 

@@ -12,7 +12,7 @@ from helpers.refusals import not_refused
 
 from megazpp.base.address import Address, listen
 from megazpp.base.program import JobError
-from megazpp.parallel import hosts, roll_call
+from megazpp.parallel import failure, hosts
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.hosts import Hosts, wait_until
 from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of
@@ -245,10 +245,10 @@ def test_flags_that_do_not_fit_are_refused_by_name():
 def test_hosts_are_found_on_a_command_line_with_mistakes(tmp_path):
     flags = tmp_path / "flags.args"
     flags.write_text("--nnodes 2 --master-addr alpha\n--lr 0x\n")
-    found = roll_call.hosts_in([f"@{flags}", "--node-rank", "1", "--lrr", "3", "--no-such"])
+    found = failure.hosts_in([f"@{flags}", "--node-rank", "1", "--lrr", "3", "--no-such"])
     assert (found.num_nodes, found.node_rank, found.address, found.port) == (2, 1, "alpha", 29500)
     for words in ([], ["--nnodes", "2", "--node-rank", "7", "--master-addr", "a"], ["--nnodes", "x"], ["@nowhere"]):
-        assert roll_call.hosts_in(words) is None
+        assert failure.hosts_in(words) is None
 
 
 def test_interface_is_found_by_its_address():

@@ -20,9 +20,10 @@ from torch.distributed import distributed_c10d
 
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import find_address, find_launcher, first_host
-from megazpp.base.program import BEGAN, EXIT_LATE, LAUNCHER_PID, UserError
-from megazpp.parallel import launch, worker
+from megazpp.base.program import BEGAN, EXIT_LATE, LAUNCHER_PID
+from megazpp.parallel import failure, launch, worker
 from megazpp.parallel.config import LaunchConfig
+from megazpp.parallel.failure import FirstFailure
 from megazpp.parallel.launch import (
     AGENT_STORE,
     RankInfo,
@@ -32,7 +33,6 @@ from megazpp.parallel.launch import (
     is_on_one_machine,
     open_store,
 )
-from megazpp.parallel.roll_call import show_once
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
@@ -211,9 +211,8 @@ GLOO = "[/pytorch/gloo/tcp/pair.cc:553] Connection closed by peer [10.88.0.2]:23
 
 @pytest.mark.parametrize(("text", "is_traced"), [(GLOO, False), ("the sizes 3 and 4 differ", True)])
 def test_broken_connection_is_reported_in_one_line_without_frames(monkeypatch, capsys, text, is_traced):
-    monkeypatch.setattr(worker.socket, "gethostname", lambda: "alpha")
-    me = SimpleNamespace(store=dist.HashStore(), rank=0, local_rank=0, restarts=0)
-    assert worker._report_once(RuntimeError(text), me, alone=False) == 1
+    place = RankInfo(started=True, world_size=2)
+    assert worker._report_once(RuntimeError(text), place, FirstFailure(dist.HashStore(), place, host="alpha")) == 1
     said = capsys.readouterr().err
     assert ("rank 0 failed:" in said) == is_traced
     if not is_traced:
@@ -224,29 +223,26 @@ def test_broken_connection_is_reported_in_one_line_without_frames(monkeypatch, c
 def test_both_of_two_hosts_with_the_same_name_print_why_the_job_ends(monkeypatch, capsys):
     monkeypatch.setattr("socket.gethostname", lambda: "ubuntu")
     store = dist.HashStore()
-    for me in (SimpleNamespace(store=store, rank=rank, local_rank=0, restarts=0) for rank in (0, 1)):
-        monkeypatch.setattr("megazpp.parallel.hosts.kernel_of", lambda me=me: ("the boot ID", me.rank))
-        show_once(store, UserError("--lr must be equal"))
-        worker._report_once(ValueError("a fault"), me, alone=False)
-    said = capsys.readouterr().err
-    assert said.count("--lr must be equal") == 2
-    assert "\nrank 1 on ubuntu ends: rank 0 on ubuntu: a fault\n" in said
+    for rank in (0, 1):
+        monkeypatch.setattr("megazpp.parallel.hosts.kernel_of", lambda rank=rank: ("the boot ID", rank))
+        place = RankInfo(started=True, world_size=2, rank=rank)
+        worker._report_once(ValueError("a fault"), place, FirstFailure(store, place))
+    assert "\nrank 1 on ubuntu ends: rank 0 on ubuntu: a fault\n" in capsys.readouterr().err
 
 
 def test_rank_with_the_store_ends_after_the_others_have_read_the_failure(monkeypatch):
     """Without a launcher, rank 0 hosts the store, and the failure is lost for other ranks if rank 0 ends first."""
-    monkeypatch.setattr(worker, "REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.6)
     monkeypatch.delenv(AGENT_STORE, raising=False)
     store, began = dist.HashStore(), time.monotonic()
-    first, second = (SimpleNamespace(store=store, rank=rank, world_size=2, restarts=0) for rank in (0, 1))
-    worker._let_others_read(first)
-    # rank 0 waits for 3 * REPORT_SECONDS, because rank 1 has not read the failure
-    assert time.monotonic() - began > 0.6
-    monkeypatch.setattr(worker, "REPORT_SECONDS", 1.0)
+    first, second = (FirstFailure(store, RankInfo(started=True, world_size=2, rank=rank)) for rank in (0, 1))
+    first.let_others_read()
+    assert time.monotonic() - began > 0.6  # rank 0 waits for ANSWER_SECONDS, because rank 1 has not read the failure
+    monkeypatch.setattr(failure, "ANSWER_SECONDS", 10.0)
     began = time.monotonic()
-    worker._let_others_read(second)
-    worker._let_others_read(first)
-    assert time.monotonic() - began < 2.0  # without a wait of up to 3 * REPORT_SECONDS
+    second.let_others_read()
+    first.let_others_read()
+    assert time.monotonic() - began < 2.0
 
 
 # ---- addresses at which the store and gloo listen --------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Test the roll call: before a run starts, ranks compare flags and versions, and tell each other of errors."""
+"""Test the start of a job: ranks compare flags and versions, and tell the ranks of other hosts of the first failure."""
 
+import re
 import socket
 import sys
 import threading
@@ -14,11 +15,12 @@ import torch.distributed as dist
 
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import LOOPBACK
-from megazpp.base.program import LAUNCHER_PID, UserError
-from megazpp.parallel import roll_call, worker
+from megazpp.base.program import LAUNCHER_PID, JobError, UserError
+from megazpp.parallel import failure, worker
+from megazpp.parallel.agreement import call_roll
+from megazpp.parallel.failure import FirstFailure, tell
 from megazpp.parallel.hosts import wait_until
 from megazpp.parallel.launch import RankInfo, loopback_store
-from megazpp.parallel.roll_call import call_roll, show_once, tell
 
 HOSTS = ("alpha", "alpha", "beta", "beta")
 EQUAL = {"--lr": "0.001", "the version of torch": "2.13"}
@@ -26,25 +28,31 @@ Answer = Callable[[dist.Store, RankInfo, str], Any]
 
 
 def answer(facts: dict[str, str], store: dist.Store, place: RankInfo, host: str) -> str | None:
-    """Compare this rank's facts with all ranks' facts, print a problem as a worker does, and return it or None.
+    """Compare this rank's facts with all ranks' facts, and end like a worker if they differ or a rank has failed.
 
     Args:
         facts: flags and versions of this rank, by name.
         store: store of the job.
         place: this rank's place in the job.
         host: name of this rank's host.
+    Returns:
+        The error of this rank; None without an error.
     """
-    problem = call_roll(store, place, facts, host=host)
-    if problem is not None:
-        show_once(store, UserError(f"[{host}] {problem}"), host=host)
-    return problem
+    failure = FirstFailure(store, place, host=host)
+    try:
+        call_roll(store, place, facts, failure)
+    except JobError as error:
+        worker._report_once(error, place, failure)
+        failure.let_others_read()
+        return str(error)
+    return None
 
 
 def fail(text: str, store: dist.Store, place: RankInfo, host: str) -> None:
     """Tell all ranks that this rank has failed; the first rank of a host has printed the error before."""
     if place.local_rank == 0:
-        UserError(f"[{host}] {text}").show()
-    tell(store, place, UserError(f"[{host}] {text}" if place.local_rank else text), host=host)
+        UserError(text).show()
+    tell(FirstFailure(store, place, host=host), place, UserError(text))
 
 
 def on_ranks(*work: Answer) -> list[Any]:
@@ -65,25 +73,31 @@ def on_ranks(*work: Answer) -> list[Any]:
 
 
 def printed(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    return sorted(line.partition("error: ")[2] for line in capfd.readouterr().err.splitlines())
+    return [line for line in capfd.readouterr().err.splitlines() if line]
 
 
 def test_equal_facts_are_no_problem_and_print_nothing(capfd):
     assert on_ranks(*(partial(answer, dict(EQUAL)) for _ in HOSTS)) == [None] * 4
     assert printed(capfd) == []
-    assert call_roll(dist.HashStore(), RankInfo(started=True, world_size=1), EQUAL) is None
+    place = RankInfo(started=True, world_size=1)
+    call_roll(dist.HashStore(), place, EQUAL, FirstFailure(dist.HashStore(), place))
 
 
 def test_each_different_fact_is_named_with_values_hosts_and_ranks(capfd):
-    """One rank of each host prints the lines about all differences; the other rank prints nothing."""
+    """Rank 0 prints the lines about all differences, and the first rank of the other host prints them too."""
     others = {"--lr": "0.1", "the version of torch": "2.13", "--new": "3"}
     found = on_ranks(*(partial(answer, EQUAL if host == "alpha" else others) for host in HOSTS))
     lines = [
         "--lr must be equal on all ranks, but is 0.001 on alpha (ranks 0 to 1), 0.1 on beta (ranks 2 to 3)",
         "--new must be equal on all ranks, but is not known on alpha (ranks 0 to 1), 3 on beta (ranks 2 to 3)",
     ]
-    assert found == ["\n".join(lines)] * 4
-    assert printed(capfd) == sorted([lines[1], lines[1], f"[alpha] {lines[0]}", f"[beta] {lines[0]}"])
+    assert found == ["\n".join(lines), *["another rank has failed"] * 3]
+    shown = printed(capfd)
+    assert sorted(line.partition("error: ")[2] for line in shown if "error: " in line) == lines
+    assert [line for line in shown if "error: " not in line] == [
+        f"rank 2 on beta ends: rank 0 on alpha: {lines[0]}",
+        lines[1],
+    ]
 
 
 def test_long_lists_of_differences_are_cut():
@@ -96,19 +110,19 @@ def test_long_lists_of_differences_are_cut():
 @pytest.mark.parametrize("wrong", [{3}, {2, 3}, {0, 1, 2, 3}])
 def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypatch):
     """The other ranks do not wait for the facts of a failed rank. They get its error, with the name of its host."""
-    monkeypatch.setattr(roll_call, "CLAIM_SECONDS", 0.3)
-    work = [partial(fail, "--lr 0x is wrong") if rank in wrong else partial(answer, EQUAL) for rank in range(4)]
-    found = on_ranks(*work)
-    told = {problem for rank, problem in enumerate(found) if rank not in wrong}
-    assert len(told) <= 1
-    for problem in told:
-        assert problem.startswith(("rank 2 on beta: ", "rank 3 on beta: "))
-        assert problem.endswith("--lr 0x is wrong")
-    lines = printed(capfd)
-    assert len(lines) == 2
-    assert lines[0].startswith("[alpha] ")
-    assert lines[1].startswith("[beta] ")
-    assert all(line.endswith("--lr 0x is wrong") for line in lines)
+    monkeypatch.setattr(failure, "CLAIM_SECONDS", 0.3)
+    began = time.monotonic()
+    found = on_ranks(
+        *(partial(fail, "--lr 0x is wrong") if rank in wrong else partial(answer, EQUAL) for rank in range(4))
+    )
+    assert time.monotonic() - began < 5  # no rank waits for a rank that has ended
+    assert found == [None if rank in wrong else "another rank has failed" for rank in range(4)]
+    own, other = sorted(printed(capfd), key=lambda line: "ends: " in line)
+    assert own.endswith(": error: --lr 0x is wrong")
+    if wrong == {0, 1, 2, 3}:
+        assert other == own
+    else:
+        assert re.fullmatch(r"rank 0 on alpha ends: rank [23] on beta: --lr 0x is wrong", other)
 
 
 def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch):
@@ -137,11 +151,13 @@ def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch):
 
 
 def test_exception_before_the_start_is_told_to_the_other_hosts(monkeypatch, capsys):
-    told: list[tuple[RankInfo, str]] = []
-    monkeypatch.setattr(roll_call, "report_failure", lambda place, error: told.append((place, str(error))))
+    told: list[str] = []
+    monkeypatch.setattr(failure, "tell", lambda record, place, error: told.append(str(error)))
+    monkeypatch.setattr(failure, "open_store", lambda place, timeout: dist.HashStore())
+    monkeypatch.setattr(failure, "leave", lambda code: None)
     # report_tracebacks replaces this hook, and monkeypatch restores it
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    roll_call.report_tracebacks()
+    failure.report_tracebacks()
     two = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     missing = ModuleNotFoundError("No module named 'sentencepiece'")
     for error, env, count in (
