@@ -15,6 +15,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -85,15 +86,18 @@ class PatchReader:
         chain, weights, patches = _newest_chain(self._folder)
         # Steps from which patches could lead to `step`: the step of this reader's weights if they belong to the newest
         # chain, and then the steps with `weights` files, the newest first
-        starts = [self.step] if self.step is not None and chain == self._chain else []
-        starts += sorted(weights, reverse=True)
+        known: list[int] = []
+        if self.step is not None and chain == self._chain:
+            paths = patches.get(self.step) or weights.get(self.step)
+            known = [self.step] if paths is None or self._has_read(paths) else []
+        starts = [*known, *sorted(weights, reverse=True)]
         start = next((a for a in starts if a <= step and all(n in patches for n in range(a + 1, step + 1))), None)
         if start is None:
             raise ValueError(
                 f"{chain or self._folder} does not have all files that lead to the weights of step {step}: wait until "
                 "all training ranks have written theirs, or load another step (newest_step)"
             )
-        if start != self.step or chain != self._chain:
+        if start not in known:
             self._parts = [_read_weights(path) for path in weights[start]]
             self._chain, self.step = chain, start
         for number in range(start + 1, step + 1):
@@ -150,6 +154,17 @@ class PatchReader:
         for shard, _, first in found:
             whole[tuple(slice(a, a + n) for a, n in zip(first, shard.shape, strict=True))] = shard
         return whole
+
+    def _has_read(self, paths: Sequence[Path]) -> bool:
+        """Return True if `paths`, the files of all training ranks for the reader's step, have led to its weights.
+
+        They do not if the folder was deleted after the reader has read it, and another run has made it again.
+        """
+        chains = []
+        for path in paths:
+            with _opened(path) as file:
+                chains.append((file.metadata() or {}).get("chain"))
+        return chains == [part.chain for part in self._parts]
 
     def _apply(self, paths: Sequence[Path]) -> None:
         """Verify the patches of all training ranks for one step, then change the weights by all of them.
@@ -210,12 +225,19 @@ def _read(path: Path, start: int = 0) -> tuple[dict[str, torch.Tensor], dict[str
     Raises:
         DamagedError: the file cannot be read.
     """
+    with _opened(path) as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        about = file.metadata() or {}
+        return tensors, about, f"{checksum(tensors, zlib.crc32(about.get('model', '').encode(), start)):08x}"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of weight patches; raise DamagedError if it cannot be opened or read in the block."""
     safetensors = import_package("safetensors", str(path))
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            about = file.metadata() or {}
-            return tensors, about, f"{checksum(tensors, zlib.crc32(about.get('model', '').encode(), start)):08x}"
+            yield file
     except (safetensors.SafetensorError, OSError) as error:
         raise DamagedError(f"{path} cannot be read as a safetensors file: {error}; {_REMEDY}") from error
 

@@ -202,6 +202,20 @@ def test_follower_continues_at_newer_weights_when_old_patches_are_gone(chain, sm
     torch.testing.assert_close(bits_from(reader), small_chain[1][4], rtol=0, atol=0)
 
 
+def test_follower_reads_the_weights_of_a_run_that_has_made_its_folder_again(chain, small_chain):
+    """Its steps are those of `small_chain` plus 4, so its first weights are of the step that the reader has."""
+    reader, files = PatchReader(chain.parent), {path.name: path.read_bytes() for path in chain.iterdir()}
+    assert reader.advance() == 5
+    for path in chain.iterdir():
+        path.unlink()
+    for newest in (1, 5):
+        for name, content in files.items():
+            if (step := int(name.split("-")[1])) <= newest:
+                (chain / name.replace(f"-{step:06d}-", f"-{step + 4:06d}-")).write_bytes(content)
+        assert reader.advance() == newest + 4
+        torch.testing.assert_close(bits_from(reader), small_chain[1][newest - 1], rtol=0, atol=0)
+
+
 def test_saved_folder_is_transformers_model(chain, small_chain, tmp_path):
     transformers = pytest.importorskip("transformers")
     reader = PatchReader(chain.parent)
