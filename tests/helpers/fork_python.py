@@ -52,11 +52,11 @@ if sys.argv[1].startswith("-") and sys.argv[1] not in ("-m", "{worker}"):
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     socket.send_fds(server, [b" "], [0, 1, 2])
-    blocked = [*signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+    passed = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    blocked = [*signal.pthread_sigmask(signal.SIG_BLOCK, passed)]  # until it can pass them on
     server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), blocked, os.getpid()]).encode() + b"\\n")
     answers = server.makefile()
     child = int(answers.readline())
-    passed = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     for signum in passed:
         signal.signal(signum, lambda signum, frame: os.kill(child, signum))
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
