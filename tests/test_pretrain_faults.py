@@ -105,16 +105,17 @@ def kill_at_random_moments(program: Program, kills: int) -> None:
         return program.output()[seen:].count(f"\n{beginning}")
 
     for kill in range(1, kills + 1):
-        moment = chance.choice(("start", "step", "save"))
+        moment, began = chance.choice(("start", "step", "save")), time.monotonic()
+        program.wait_until(lambda: len(program.workers()) == 2)
+        workers = program.workers()  # looks for them before the moment, because this takes longer than some steps
         if moment == "start":
-            until = time.monotonic() + chance.uniform(0.0, SECONDS_TO_START)
+            until = began + chance.uniform(0.0, SECONDS_TO_START)
             program.wait_until(lambda: time.monotonic() > until or count(" iteration ") > 0)  # noqa: B023
         else:
             text, times = (" iteration ", chance.randint(1, 8)) if moment == "step" else ("saving checkpoint", 1)
             program.wait_until(lambda: count(text) >= times)  # noqa: B023
             time.sleep(chance.uniform(0.0, 0.05))
-        program.wait_until(lambda: len(program.workers()) == 2)
-        os.kill(chance.choice(program.workers()), signal.SIGKILL)
+        os.kill(chance.choice(workers), signal.SIGKILL)
         program.wait_for(f"restart {kill} of {kills}")
         seen = len(program.output())
         program.wait_until(lambda: count(" iteration ") > 0)

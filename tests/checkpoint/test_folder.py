@@ -274,8 +274,12 @@ def test_wait_for_the_checkpoint_of_another_job_is_announced_once(tmp_path, monk
     folder, next_job, lines = *(CheckpointFolder(tmp_path, "--save") for _ in range(2)), list[str]()
     folder.lock()
     monkeypatch.setattr("megazpp.base.files.LOCK_SECONDS", 0.1)
-    threading.Timer(0.5, folder.unlock).start()
-    next_job.lock(patience_seconds=60.0, say=lines.append)
+
+    def announced(line: str) -> None:
+        lines.append(line)
+        threading.Timer(0.3, folder.unlock).start()
+
+    next_job.lock(patience_seconds=60.0, say=announced)
     (line,) = lines
     assert line.startswith(f"--save {tmp_path} is in use by process {os.getpid()} on ")
     assert line.endswith(": waiting for at most 60 s")

@@ -103,10 +103,10 @@ def test_hanging_part_is_ended_and_a_killed_run_keeps_its_results(tmp_path):
     out = tmp_path / "out"
     flags = ["--out", str(out), "--device", "cpu", "--budget-minutes", "1"]
     program = Program("-c", HANGING, *flags, folder=tmp_path)
-    program.wait_for("waiting: at most 5")
+    program.wait_for("waiting: at most ")
     program.wait_until(lambda: len(program.left_behind()) > 1)  # both exist: the launcher, and the program it runs
     program.process.kill()
-    assert program.seconds_until_all_are_gone(10) < 10
+    assert program.all_end()
     hung, killed = json.loads((out / "results.json").read_text())["parts"]
     assert (hung["status"], hung["failures"]) == ("failed", ["ended with None"])
     assert (killed["status"], killed["rows"]) == ("running", [{"figure": 4}])

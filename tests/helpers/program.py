@@ -18,6 +18,9 @@ from megazpp.base.files import cache_folder
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = "MEGAZPP_TEST_MARKER"
 SECONDS_PER_RUN = 300
+# Longest time on loaded cores until all processes of a stopped program have ended. Without the stop, the programs of
+# the tests would run for a minute or longer.
+SECONDS_TO_END = 45
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_MODE")
 
 
@@ -65,13 +68,15 @@ class Program:
             self.kill()
         return self.output()
 
-    def seconds_until_all_are_gone(self, limit: float) -> float:
-        """Wait until no process of the program is left; return the seconds that this took, at most `limit`."""
-        began = time.monotonic()
-        while self.left_behind() and time.monotonic() - began < limit:
+    def all_end(self) -> bool:
+        """Wait until no process of the program is left; return False if one is left after SECONDS_TO_END."""
+        deadline = time.monotonic() + SECONDS_TO_END
+        while self.left_behind():
+            if time.monotonic() > deadline:
+                return False
             self.process.poll()  # reap the program's first process if it has ended
             time.sleep(0.05)
-        return min(limit, time.monotonic() - began)
+        return True
 
     def left_behind(self) -> list[int]:
         """Return the IDs of the program's running processes in all sessions.

