@@ -80,7 +80,10 @@ def load_c_library(source: Path) -> CLibrary:
             name = "clang" if "__clang__" in known else "gcc"
             return CLibrary(ctypes.CDLL(str(library)), f"{name} {version[1] if version else 'of unknown version'}")
     except (OSError, RuntimeError) as error:  # Path.home raises RuntimeError if the user has no home directory
-        raise CLibraryError(f"{source.name}: its compiled library cannot be stored or loaded: {error}") from error
+        raise CLibraryError(
+            f"{source.name}: its compiled library cannot be stored or loaded: {error}; set XDG_CACHE_HOME to a folder "
+            "that this user can write to and that is not mounted noexec"
+        ) from error
 
 
 def find_compiler() -> list[str]:

@@ -48,7 +48,7 @@ LAUNCHER_PID = "MEGAZPP_LAUNCHER_PID"
 # Environment variable of workers that a launching process of MegaZ++ starts: `time.monotonic()` when that process began
 BEGAN = "MEGAZPP_BEGAN"
 _SET_PARENT_DEATH_SIGNAL = 1  # option PR_SET_PDEATHSIG of Linux's prctl
-# Ends of the messages about an OSError, by the error's number, that say what the user can do about it
+# Ends of the messages about an OSError of a full disk, by the error's number, that say what the user can do about it
 REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free disk space, or choose another disk")
 MEGA, GIGA, TERA = 1e6, 1e9, 1e12
 
@@ -87,7 +87,6 @@ def program(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
                     # The interpreter's own flush at exit would print a traceback.
                     sys.stdout.flush()
             except BrokenPipeError:
-                _discard(sys.stdout)
                 return EXIT_READER_GONE
             except (OSError, ValueError, JobError) as error:
                 failure = error if isinstance(error, JobError) else UserError(in_words(error, words))
@@ -157,12 +156,26 @@ def begin(module: str) -> None:
     """
     if module != "__main__":
         return
+    _open_standard_streams()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # A shell starts background jobs with SIGINT ignored, so Python has not set its handler. SIGINT then stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave_on_ctrl_c)
     # MegaZ++'s launcher has blocked SIGINT for the start of a worker's interpreter, so unblock it now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null for each of stdin, stdout and stderr that the caller of this program has closed (`2>&-`).
+
+    Otherwise the next file or socket would get the descriptor of the stream, and torch's C++ parts would write their
+    messages into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the number of the stream
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
 
 
 def _leave_on_ctrl_c(number: int, frame: FrameType | None) -> NoReturn:
@@ -386,7 +399,8 @@ class Output:
     """stdout or stderr, which drops text after its reader has gone, so that a failing print does not end the program.
 
     A write fails with EIO after the terminal has been closed, and with EPIPE after the reader of a pipe has exited, for
-    example when an ssh connection ends. The first failure redirects the stream to /dev/null.
+    example when an ssh connection ends. It fails with ENOSPC if the output goes to a file on a full disk. The first
+    failure redirects the stream to /dev/null.
 
     Args:
         stream: the original stream.
@@ -416,9 +430,10 @@ class Output:
         try:
             yield
         except OSError as error:
-            if error.errno not in self._dropped:
-                raise
             _discard(self.stream)
+            if error.errno not in self._dropped:
+                error.filename = self.stream.name
+                raise
             self._lost()
 
 
@@ -427,14 +442,15 @@ def lasting_output(lost: Callable[[], None] | None = None) -> Iterator[None]:
     """Make prints to stdout and stderr succeed during the block, even after the terminal has been closed.
 
     Args:
-        lost: function that is called once per stream that has lost its reader. None: a closed pipe at stdout
-            raises BrokenPipeError, so that `program | head` ends.
+        lost: function that is called once per stream that has lost its reader or its disk space. None: a closed pipe
+            or a full disk at stdout raises an OSError, so that `program | head` ends, and no result is incomplete.
     """
     before = sys.stdout, sys.stderr
     out, err = (stream.stream if isinstance(stream, Output) else stream for stream in before)
     gone = lost or (lambda: None)
-    sys.stdout = Output(out, [errno.EIO] if lost is None else [errno.EIO, errno.EPIPE], gone)
-    sys.stderr = Output(err, [errno.EIO, errno.EPIPE], gone)
+    dropped = [errno.EIO, errno.EPIPE, *REMEDIES]
+    sys.stdout = Output(out, [errno.EIO] if lost is None else dropped, gone)
+    sys.stderr = Output(err, dropped, gone)
     try:
         yield
     finally:

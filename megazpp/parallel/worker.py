@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import os
 import re
-import select
 import signal
 import socket
 import threading
@@ -45,9 +44,11 @@ from megazpp.base.program import (
     EXIT_SECONDARY,
     EXIT_USER_ERROR,
     LAUNCHER_PID,
+    REMEDIES,
     JobError,
     UserError,
     end_with,
+    in_words,
     leave,
     say,
 )
@@ -228,7 +229,7 @@ def _report_once(error: BaseException, place: RankInfo, failure: FirstFailure) -
     if isinstance(error, JobError):
         error.show()
         return error.exit_code
-    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+    if isinstance(error, BrokenPipeError) and error.filename == "<stdout>":
         return EXIT_READER_GONE  # the reader of stdout has ended, as in `| head`
     if isinstance(error, KeyboardInterrupt):
         say("\ninterrupted")
@@ -239,16 +240,12 @@ def _report_once(error: BaseException, place: RankInfo, failure: FirstFailure) -
             f"reported an error, so a process or a host was killed, or the link is down: {PLACE_IN_GLOO.sub('', brief)}"
         )
         return EXIT_ERROR
+    if isinstance(error, OSError) and error.errno in REMEDIES:
+        say(f"\nrank {place.rank} on {failure.host}: {in_words(error)}")
+        return EXIT_ERROR
     trace = "".join(traceback.format_exception(error)).rstrip()
     say(f"\nrank {place.rank} failed:\n{trace}")  # starts a new line after a progress bar
     return EXIT_ERROR
-
-
-def _reader_is_gone() -> bool:
-    """Return True if stdout is a pipe whose reader has ended, as in `megazpp | head`."""
-    poll = select.poll()
-    poll.register(1, 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:

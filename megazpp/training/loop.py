@@ -301,7 +301,7 @@ class StopConditions:
 def catching_signals(stops: StopConditions, *, answers: bool = False) -> Iterator[None]:
     """Return a context in which a stop signal sets `stops.caught` instead of ending the process.
 
-    A print to a closed terminal, or to a pipe whose reader has exited, acts like SIGHUP.
+    A print to a closed terminal, to a pipe whose reader has exited, or to a file on a full disk acts like SIGHUP.
 
     Args:
         stops: conditions for an early stop.

@@ -1,5 +1,6 @@
 """Test how programs end: exit codes, one-line errors, a closed output pipe, and a launcher that was killed."""
 
+import contextlib
 import io
 import os
 import re
@@ -14,7 +15,7 @@ import torch
 from helpers.fork_python import forked_python
 from helpers.program import ROOT, Program, run_program
 
-from megazpp.base.program import LAUNCHER_PID, JobError, exit_on_signals, in_words, program, say
+from megazpp.base.program import LAUNCHER_PID, JobError, exit_on_signals, in_words, lasting_output, program, say
 from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.parallel.axis import MeshAxis
 
@@ -150,6 +151,45 @@ def test_ctrl_c_runs_final_blocks_once_the_program_works(tmp_path):
     tool.process.send_signal(signal.SIGINT)
     assert sorted(tool.finish().splitlines()) == ["begun", "cleaned up", "tool.py: interrupted"]
     assert tool.process.returncode == 130
+
+
+STREAMS = """
+import os, socket, sys
+from megazpp.base.program import begin, program, say
+begin(__name__)
+def main(argv):
+    say("to stderr")
+    print("to stdout", sys.stdin.read(), flush=True)
+    print(socket.socket().fileno(), file=open(argv[0], "w"))
+main.__module__ = "__main__"
+raise SystemExit(program(main)())
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_replaced_before_a_socket_gets_their_numbers(tmp_path, closed):
+    (tmp_path / "tool.py").write_text(STREAMS)
+    line = f"exec {sys.executable} {tmp_path / 'tool.py'} {tmp_path / 'number'} {closed}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", line], env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert done.returncode == 0
+    assert int((tmp_path / "number").read_text()) > 2
+
+
+def test_full_disk_at_stdout_is_named_or_drops_text_like_a_closed_terminal(monkeypatch, capsys):
+    lost: list[str] = []
+
+    def work(argv: list[str]) -> int:
+        with lasting_output(lambda: lost.append("lost")) if argv else contextlib.nullcontext():
+            print("to the full disk", flush=True)
+        return 7
+
+    for argv, code in ((["trains"], 7), ([], 2)):
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            assert program(work)(argv) == code
+    assert lost == ["lost"]
+    assert "/dev/full: No space left on device; free disk space" in capsys.readouterr().err
 
 
 def test_closed_terminal_does_not_end_a_program(monkeypatch):
