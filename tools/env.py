@@ -39,7 +39,7 @@ from megazpp.topology.hosts import cluster_from_hosts
 Section = dict[str, str]
 
 PACKAGES = {  # packages that this project uses, and for what
-    **dict.fromkeys(("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML"), "needed"),
+    **dict.fromkeys(("numpy", "sentencepiece", "tqdm", "wandb", "PyYAML", "psutil"), "needed"),
     "triton": "needed for --zeropp on GPUs",
     "nvidia-ml-py": "detects NVLink connections; without it each node counts as one fast domain",
     "torchao": "--fp8-format",

@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import torch
 
 from megazpp.base.program import EXIT_ERROR, ignored, leave
@@ -97,13 +97,8 @@ def can_fork() -> bool:
     CUDA cannot be used after a fork, and neither can the threads of OpenMP or of a tokenizer. The machine must
     therefore have no GPU, and no thread may have started since the imports. numpy's threads survive a fork.
     """
-    return not torch.cuda.is_available() and 0 < _num_threads() == IDLE_THREADS
+    return not torch.cuda.is_available() and psutil.Process().num_threads() == IDLE_THREADS
 
 
-def _num_threads() -> int:
-    """Return the number of threads of this process, or 0 if the system has no /proc."""
-    tasks = Path("/proc/self/task")
-    return len(os.listdir(tasks)) if tasks.is_dir() else 0
-
-
-IDLE_THREADS = _num_threads()  # number of threads when this module is imported: after torch and numpy, before any work
+# Number of threads when this module is imported: after torch and numpy, before any work
+IDLE_THREADS = psutil.Process().num_threads()

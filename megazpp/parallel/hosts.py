@@ -16,14 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import ipaddress
 import json
 import math
 import os
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +27,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 
 from megazpp.base.address import Address, is_loopback
@@ -45,11 +42,6 @@ END_SECONDS = 10.0
 # Longest time for which a launcher that leaves the job waits until its last message is in the store
 LOST_SECONDS = 3.0
 KILLED_SECONDS = 0.5  # interval at which node 0 checks whether the processes of another host have been killed
-ESTABLISHED = "01"  # state of an open connection in /proc/net/tcp
-SIOCGIFADDR = 0x8915  # number of the ioctl request for the IPv4 address of a network interface (<linux/sockios.h>)
-# File of Linux's kernel with a line for each IPv6 address of this machine: the address in hexadecimal digits, four
-# numbers, and the name of the network interface
-INTERFACES_OF_IPV6 = Path("/proc/net/if_inet6")
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment variables that select the network interface
 # Keys in the job's store by which launchers inform each other. JOINED, LEFT and FAILED count hosts that have joined,
 # left and failed. REASON has the reason of the first failure, NOTE a text to print when a host has received a signal.
@@ -362,24 +354,10 @@ class Hosts:
 
 
 def connected_to(port: int) -> set[str]:
-    """Return the IP addresses of the hosts that have an open TCP connection to a port of this machine.
-
-    Returns the empty set on systems other than Linux, which have no /proc.
-    """
-    found = set()
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        for line in table.read_text().splitlines()[1:] if table.exists() else []:
-            _, local, remote, state, *_ = line.split()
-            if state == ESTABLISHED and int(local.partition(":")[2], 16) == port:
-                digits = bytes.fromhex(remote.partition(":")[0])
-                # The kernel prints an address as 32-bit numbers in the byte order of the machine.
-                words = [digits[start : start + 4] for start in range(0, len(digits), 4)]
-                if sys.byteorder == "little":
-                    words = [word[::-1] for word in words]
-                address = ipaddress.ip_address(b"".join(words))
-                mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-                found.add(str(mapped or address))
-    return found
+    """Return the IP addresses of the hosts that have an open TCP connection to a port of this process."""
+    found = psutil.Process().net_connections("tcp")
+    here = [each for each in found if each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED]
+    return {each.raddr.ip.removeprefix("::ffff:") for each in here}  # a prefix of IPv4 addresses at an IPv6 socket
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = math.inf) -> bool:
@@ -414,14 +392,6 @@ def interface_of(address: str) -> str | None:
     """
     if is_loopback(address):
         return None
-    if ":" in address:
-        digits = ipaddress.ip_address(address).packed.hex()
-        lines = INTERFACES_OF_IPV6.read_text().splitlines() if INTERFACES_OF_IPV6.exists() else []
-        return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # the request fails for an interface without an IPv4 address
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None
+    # A local IPv6 address ends with "%" and the interface.
+    found = ((each.address.partition("%")[0], name) for name, of in psutil.net_if_addrs().items() for each in of)
+    return next((name for own, name in found if own == address), None)
