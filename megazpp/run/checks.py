@@ -18,7 +18,7 @@ from megazpp.model.backends import check_products
 from megazpp.model.config import GPTConfig
 from megazpp.optim.apex import check_apex
 from megazpp.optim.schedule import Schedule, TrainingProgress, build_schedule
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import plan_dims
 from megazpp.run.arguments import RunConfig
 from megazpp.run.flag_checks import check_flags, check_model
 from megazpp.topology.cluster import Cluster

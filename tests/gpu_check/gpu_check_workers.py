@@ -53,8 +53,7 @@ from megazpp.optim.build import build_optimizer
 from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.comm_queue import StreamQueue, ThreadQueue, Work
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.run.arguments import RunConfig, parse_run_config
 from megazpp.topology.cluster import Cluster
 from megazpp.training.setup import build_model

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from megazpp.base.program import JobError, UserError, leave
 from megazpp.parallel.config import LaunchConfig, ParallelConfig
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.launch import detect_rank_info, launch_workers
-from megazpp.parallel.plan import plan_dims
 from megazpp.parallel.timeline import STEP
 from megazpp.parallel.worker import Worker, worker_process
 from megazpp.topology.cluster import Cluster

@@ -6,8 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 
 # Each parameter's shape and its placement over tensor-parallel ranks. Dim 0 of `single` has one row, so the shards of

@@ -16,8 +16,7 @@ from megazpp.optim.build import build_optimizer
 from megazpp.optim.config import LossScaleConfig, OptimizerConfig
 from megazpp.optim.optimizer import LossScaler
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.worker import seed_everything
 from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.tensor_parallel.layers import Product

@@ -17,7 +17,7 @@ from megazpp.base.memory import MemoryBytes
 from megazpp.host_states import memory
 from megazpp.host_states.memory import HostMemory
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import plan_comm

@@ -31,7 +31,7 @@ from megazpp.optim.muon import newton_schulz
 from megazpp.optim.muon_plan import LayerMatrix, plan_blocks, products
 from megazpp.optim.optimizer import set_rates_, update_
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.wire import Codec, plan_message, plan_segments

@@ -19,8 +19,7 @@ from megazpp.packed_weights.format import LoadRows, at_rest, plan_rows
 from megazpp.packed_weights.frozen import FrozenUnits, freeze
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 from megazpp.zero.plan import plan_comm

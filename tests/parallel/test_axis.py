@@ -11,9 +11,8 @@ from helpers.ranks import ranks
 from megazpp.parallel.axis import MeshAxis, _reduce_scatter_single
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.hosts import wait_until
-from megazpp.parallel.plan import plan_dims
 from megazpp.parallel.timeline import Activity, Timeline
 from megazpp.topology.cluster import Cluster
 

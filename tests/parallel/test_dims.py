@@ -15,8 +15,7 @@ from helpers.training import Case, train_on_ranks
 
 from megazpp.parallel.agreement import raise_on_all_ranks
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims, can_order_groups, make_group, open_axis
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, can_order_groups, make_group, open_axis, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import ZeroConfig
 

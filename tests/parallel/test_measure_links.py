@@ -9,9 +9,8 @@ from helpers.ranks import ranks
 
 from megazpp.parallel import measure_links as links_module
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.parallel.measure_links import fit_link, measure_device, measure_links
-from megazpp.parallel.plan import plan_dims
 from megazpp.topology.cluster import Cluster, Device, Link, Links
 
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from megazpp.diloco.config import DilocoConfig
 from megazpp.elastic.outer import WholeOuter
 from megazpp.optim.config import OptimizerConfig
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import plan_dims
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import StepSimulator, TrafficTable, measure, traffic_between
 from megazpp.planner.trace import trace_on_rank

@@ -21,8 +21,7 @@ from helpers.small_run import SMALL, parse
 from helpers.tiers import chosen
 
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.run.start import check_kernels, default_run_dir, facts_of
 from megazpp.topology.cluster import Cluster
 from megazpp.training.context import RunFolder

@@ -16,8 +16,7 @@ from helpers.training import LLAMA_STYLE, Case, build_step
 
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.plan import plan_layout
 from megazpp.training.config import TrackingConfig

@@ -29,8 +29,7 @@ from megazpp.data.tokenizer import ByteTokenizer
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.weight_patches.feature import FEATURE
 from megazpp.weight_patches.patches import WeightPatches, check_shared, take_patches_folder

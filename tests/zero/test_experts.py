@@ -18,8 +18,7 @@ from megazpp.model.router import Router, biased_routers, update_expert_bias_
 from megazpp.optim.clip import global_grad_norm
 from megazpp.optim.optimizer import ShardedAdamW
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.tensor_parallel.parameters import partial_parameters, sum_partial_gradients_
 from megazpp.topology.cluster import Cluster

@@ -20,8 +20,7 @@ from torch import nn
 from megazpp.checkpoint.state import SecondaryPartition
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.comms import GatherSchedule
 from megazpp.zero.config import PrecisionConfig, ZeroConfig

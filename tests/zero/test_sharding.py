@@ -14,8 +14,7 @@ from zero.test_launches import Launches
 
 from megazpp.parallel.axis import MeshAxis
 from megazpp.parallel.config import ParallelConfig
-from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.plan import plan_dims
+from megazpp.parallel.dims import ParallelDims, plan_dims
 from megazpp.topology.cluster import Cluster
 from megazpp.zero.config import CommPlan, PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import plan_comm
