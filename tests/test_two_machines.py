@@ -28,7 +28,7 @@ PAGE = ROOT / "docs/guides/two_machines.md"
 SMALL = "--global-batch-size 6 --eval-iters 1 --sample-tokens 2 --log-interval 1"
 # a run that lasts until the test ends it; with these data flags it starts early, because it trains no tokenizer
 LONG = "--train-iters 3000 --mock-data --tokenizer-type NullTokenizer --vocab-size 256"
-LIMITS = "--distributed-timeout-minutes 0.5 --distributed-timeout-seconds-after-init 8"
+LIMITS = "--distributed-timeout-minutes 5 --distributed-timeout-seconds-after-init 8"
 # Seconds that a machine may take to end after a fault, and to start, on loaded cores. On two quiet cores every case
 # needs a third of them.
 SECONDS_TO_END, SECONDS_TO_START = 60, 240

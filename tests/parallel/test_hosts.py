@@ -128,7 +128,8 @@ def test_killed_host_ends_the_job_with_its_name(monkeypatch):
     connected = {"127.0.0.1"}
     monkeypatch.setattr(hosts, "connected_to", lambda port: connected)
     with connected_hosts() as (here, there, _):
-        time.sleep(3 * hosts.KILLED_SECONDS)
+        wait_until(lambda: here._seen == {1}, 60)
+        time.sleep(2 * hosts.KILLED_SECONDS)
         assert here.over is None
         connected.clear()
         for each in (here, there):
@@ -144,7 +145,7 @@ def test_only_hosts_that_have_not_left_are_taken_for_killed(monkeypatch):
     connected = {"127.0.0.1"}
     monkeypatch.setattr(hosts, "connected_to", lambda port: connected)
     with connected_hosts(3) as (here, left, killed, _):
-        time.sleep(2 * hosts.KILLED_SECONDS)
+        wait_until(lambda: here._seen == {1, 2}, 60)
         left.end("")
         connected.clear()
         for each in (here, killed):

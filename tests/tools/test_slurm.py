@@ -35,6 +35,8 @@ requeue*) echo "$2" >> "$(dirname "$0")/requeued.txt" ;;
 *) exit 1 ;;
 esac
 """
+# Number of the first job. The ranks' port follows from it, so test runs at the same time on one machine need their own
+JOB = os.getpid() % 12000
 # variables that Slurm sets for a batch script; SLURM_PROCID alone would make the script look like a task of srun
 BATCH = (
     "SLURM_JOB_NAME=toy SLURM_JOB_NODELIST=localhost SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "
@@ -64,26 +66,26 @@ def submit(tmp_path, monkeypatch):
 
 
 def test_run_is_saved_and_requeued_at_the_time_limit_and_then_resumed(submit, tmp_path):
-    first = submit("--train-iters", "3000", job_id=7, python=forked_python())
+    first = submit("--train-iters", "3000", job_id=JOB, python=forked_python())
     first.wait_for(" iteration        3/")
     for task in (tmp_path / "bin/tasks.txt").read_text().split():
         os.kill(int(task), signal.SIGUSR1)
     output = first.finish()
     assert first.process.returncode == 0, output
     assert "using world size: 2, data-parallel size: 2" in output
-    assert "job 7 is requeued" in output
-    assert (tmp_path / "bin/requeued.txt").read_text() == "7\n"
+    assert f"job {JOB} is requeued" in output
+    assert (tmp_path / "bin/requeued.txt").read_text() == f"{JOB}\n"
     done = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert done >= 3
     assert json.loads((tmp_path / "run/summary.json").read_text())["stop_reason"] == "SIGUSR1"
 
     last = ["--train-iters", "3000", "--exit-interval", str(done + 2)]
-    second = submit(*last, job_id=8, python=forked_python())
+    second = submit(*last, job_id=JOB + 1, python=forked_python())
     output = second.finish()
     assert second.process.returncode == 0, output
     assert [int(n) for n in re.findall(r"^ iteration +(\d+)/", output, re.MULTILINE)] == [done + 1, done + 2]
     assert "is requeued" not in output
-    assert (tmp_path / "bin/requeued.txt").read_text() == "7\n"
+    assert (tmp_path / "bin/requeued.txt").read_text() == f"{JOB}\n"
 
 
 def test_user_error_is_not_retried(submit):

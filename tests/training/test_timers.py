@@ -286,14 +286,14 @@ def test_timer_lines_match_megatron_and_omit_unused_timers():
 def steps_with_a_slow_rank() -> list[str]:
     """Run four steps, and return this rank's log lines.
 
-    In steps 2 and 4, rank 2 computes for 0.3 s, and the other ranks wait for it.
+    In steps 2 and 4, rank 2 computes for 0.6 s, and the other ranks wait for it.
     """
     dims = dims_on_ranks(Case())
     run, said = context(dims)
     recorder = StepRecorder(TimingConfig(log_straggler=True), run, interval=2)
     for iteration in range(1, 5):
         with recorded_step(recorder, dims, iteration), dims.timeline.span(COMPUTE, "forward"):
-            time.sleep(0.3 if dims.world.rank == 2 and iteration % 2 == 0 else 0.01)
+            time.sleep(0.6 if dims.world.rank == 2 and iteration % 2 == 0 else 0.01)
             dims.shard.all_reduce_(torch.ones(1))
     return said
 
@@ -303,8 +303,8 @@ def test_slow_rank_is_logged_and_ranks_that_wait_for_it_are_not():
     assert [line.split(":")[0] for line in said] == ["compute seconds of iteration 2", "compute seconds of iteration 4"]
     for line in said:
         assert "(rank 2); slow: rank 2 " in line
-        # ranks wait 0.3 s for rank 2, but waits do not count as compute, so the median of compute seconds stays small
-        assert float(line.split("median ")[1].split(",")[0]) < 0.2
+        # ranks wait 0.6 s for rank 2, but waits do not count as compute, so the median of compute seconds stays small
+        assert float(line.split("median ")[1].split(",")[0]) < 0.4
 
 
 def test_equal_ranks_are_not_slow_and_a_long_list_is_truncated():
