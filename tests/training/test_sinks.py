@@ -183,11 +183,17 @@ def record_steps(sink: Sink, *iterations: int) -> None:
     sink.close(exit_code=0)
 
 
+def wait_for_the_next_second() -> None:
+    """Sleep until the next second, because wandb and TensorBoard name the files of a run by the second of its start."""
+    time.sleep(1 - time.time() % 1)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
 def test_wandb_without_credentials_is_offline_and_continues_on_restart(tmp_path, monkeypatch):
     record_steps(open_wandb(tmp_path), 1, 2)
     wandb.teardown()  # ends wandb's service, as at the end of a program, so that a restart begins without it
+    wait_for_the_next_second()
     monkeypatch.setenv("WANDB_TAGS", "mine, tp2")
     record_steps(open_wandb(tmp_path), 3, 4, 3)  # a run that resumes an earlier checkpoint repeats iterations
     wandb.teardown()
@@ -276,6 +282,7 @@ def test_resumed_wandb_run_records_repeated_iterations_after_its_last_step(monke
 def test_tensorboard_has_every_scalar_by_iteration(tmp_path):
     for first in (1, 3):  # one writer writes steps 1 and 2; after a restart, another one writes steps 3 and 4
         record_steps(TensorBoardSink(tmp_path, first=first), first, first + 1)
+        wait_for_the_next_second()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"lm loss", "grad-norm"}
     assert [e.step for e in events.Scalars("lm loss")] == [1, 2, 3, 4]
@@ -293,9 +300,7 @@ def test_tensorboard_drops_lost_steps_and_keeps_earlier_ones(tmp_path):
         for iteration in range(1, 5):
             first.write({"lm loss": float(iteration)}, iteration=iteration)
         first.close(exit_code=1)
-    # waits for the next second, because TensorBoard reads files that were created within one second in the order of
-    # their names
-    time.sleep(1 - time.time() % 1)
+    wait_for_the_next_second()
     for resumed, folder in folders.items():
         second = TensorBoardSink(folder, first=resumed + 1)
         for iteration in (resumed + 1, resumed + 2):
