@@ -487,7 +487,7 @@ class ForkedWorkers(Workers):
         self._main = main
 
     def start_rank(self, rank: int, node: int, env: Mapping[str, str]) -> Process:
-        return Fork(self._main, env, handled=STOP_SIGNALS)
+        return Fork(self._main, env, handled=(*STOP_SIGNALS, signal.SIGTSTP))
 
 
 Process = Fork | subprocess.Popen[bytes]
@@ -499,7 +499,8 @@ def _passing_signals_to(
 ) -> Iterator[list[signal.Signals]]:
     """Forward `STOP_SIGNALS`, on which workers finish their step and save, to `workers` inside the context.
 
-    A second SIGINT, and any of the signals before workers have been started, raise KeyboardInterrupt instead.
+    A second SIGINT, and any of the signals before workers have been started, raise KeyboardInterrupt instead. SIGTSTP
+    (Ctrl-Z) suspends this process and the workers. The workers continue when this process continues.
 
     Args:
         workers: the worker processes; the list may be filled inside the context.
@@ -520,7 +521,15 @@ def _passing_signals_to(
             worker.send_signal(signum)
         then(passed[-1].name)
 
-    with handling(STOP_SIGNALS, pass_on):
+    def suspend(signum: int, frame: FrameType | None) -> None:
+        """Suspend all workers, which are in other sessions than the terminal's, and this process, until SIGCONT."""
+        for worker in workers:
+            worker.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for worker in workers:
+            worker.send_signal(signal.SIGCONT)
+
+    with handling(STOP_SIGNALS, pass_on), handling([signal.SIGTSTP], suspend):
         yield passed
 
 

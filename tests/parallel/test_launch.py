@@ -207,6 +207,15 @@ def test_closed_terminal_is_passed_to_workers_unless_nohup_started_the_job():
         assert sent == expected
 
 
+def test_ctrl_z_suspends_the_workers_with_their_launcher_and_continues_them(monkeypatch):
+    """Without the store of a suspended launcher, the watchdogs of running workers would end the job."""
+    sent: list[Any] = []
+    monkeypatch.setattr(launch.os, "kill", lambda *to: sent.append(to))
+    with launch._passing_signals_to([SimpleNamespace(send_signal=sent.append)]):
+        signal.raise_signal(signal.SIGTSTP)
+    assert sent == [signal.SIGSTOP, (os.getpid(), signal.SIGSTOP), signal.SIGCONT]
+
+
 GLOO = "[/pytorch/gloo/tcp/pair.cc:553] Connection closed by peer [10.88.0.2]:23681. Check the logs"
 
 
