@@ -37,17 +37,17 @@ def answers(parsed: ParsedRun) -> bool:
         ValueError: flags are missing or contradict each other, and no checkpoint can complete them; or files that flags
             name do not exist.
     """
-    config, answered = parsed.config, parsed.answers()
+    if parsed.answers():
+        return True
+    config, problems = parsed.config, Problems()
     replaced = any(section.replaces_training for section in config.sections)
-    problems = Problems()
     with problems:
-        if not (answered or replaced or config.checkpoint.use_checkpoint_args):
+        if not (replaced or config.checkpoint.use_checkpoint_args):
             check_flags(config)
     with problems:
-        if not answered:
-            check_paths(parsed)
+        check_paths(parsed)
     problems.raise_all()
-    return answered
+    return False
 
 
 # Most wrong flags end the program here, before the imports below, which take seconds.

@@ -31,15 +31,16 @@ from megazpp.elastic.wire import read_secret
 def main(argv: list[str]) -> int:
     """Run the coordinator until a signal ends it, or another coordinator takes over its folder."""
     parser = flags_of(__doc__)
-    path = checked_path(Path, "path", None)
-    parser.add_argument("--folder", metavar="FOLDER", type=path, required=True, help="folder of the run's journal")
+    parser.add_argument(
+        "--folder", metavar="FOLDER", type=checked_path, required=True, help="folder of the run's journal"
+    )
     parser.add_argument(
         "--listen", metavar="HOST:PORT", default="127.0.0.1:29700", help="address to listen on (default: %(default)s)"
     )
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
-        type=path,
+        type=checked_path,
         help="file with the secret of the run, readable only by its owner (default: none, if --listen is on 127.0.0.1)",
     )
     parser.add_argument(

@@ -30,13 +30,18 @@ from megazpp.report.runs import read_runs
 def main(argv: list[str]) -> None:
     """Write the HTML report on the given runs, and print its path."""
     parser = flags_of(__doc__)
-    path = checked_path(Path, "path", None)
-    parser.add_argument("runs", metavar="RUN", type=path, nargs="+", help="run folder")
+    parser.add_argument("runs", metavar="RUN", type=checked_path, nargs="+", help="run folder")
     parser.add_argument(
-        "--output", metavar="FILE", type=path, help="path of the HTML file (default: report.html in the first folder)"
+        "--output",
+        metavar="FILE",
+        type=checked_path,
+        help="path of the HTML file (default: report.html in the first folder)",
     )
     parser.add_argument(
-        "--rounds", metavar="FILE", type=path, help="rounds.jsonl of the coordinator of an elastic run, for its groups"
+        "--rounds",
+        metavar="FILE",
+        type=checked_path,
+        help="rounds.jsonl of the coordinator of an elastic run, for its groups",
     )
     args = parser.parse_args(argv)
     output = args.output.expanduser() if args.output is not None else args.runs[0].expanduser() / "report.html"

@@ -32,6 +32,7 @@ from megazpp.base.flag_tables import MegatronFlag, hint_for
 from megazpp.base.flags import (
     COMMAND_LINE,
     PATH_ENDS,
+    PATHS,
     FlagSpec,
     as_words,
     asks,
@@ -458,8 +459,9 @@ def _add_flag(
     if bool in parts:
         settings["action"] = _OffSwitch if default is False else argparse.BooleanOptionalAction
     else:
-        settings |= _one_value(parts, optional, spec.metavar or ("PATH" if field.name.endswith(PATH_ENDS) else None))
-        settings["type"] = checked_path(settings["type"], field.name, default)
+        metavar = spec.metavar or ("PATH" if field.name.endswith(PATH_ENDS) else None)
+        # If the default is the empty text, this is a valid value.
+        settings |= _one_value(parts, optional, metavar, is_path=default != "" and field.name.endswith(PATHS))
     return group.add_argument(flag_name(field), *spec.aliases, **settings), optional
 
 
@@ -468,13 +470,14 @@ def _parts(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union(hint) else (hint,)
 
 
-def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dict[str, Any]:
+def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None, *, is_path: bool) -> dict[str, Any]:
     """Return argparse's settings `type` and `metavar` for one value of a flag.
 
     Args:
         parts: member types of the field's annotation: at most one class, any number of `Literal` types, and NoneType.
         optional: True if the value may be None.
         metavar: name of the value in --help; None selects a name by type.
+        is_path: True if the value must be a path (`checked_path`).
     """
     words = {str(word): word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}
     types_ = [part for part in parts if typing.get_origin(part) is not Literal and part is not types.NoneType]
@@ -488,6 +491,8 @@ def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None) -> dic
             return words[text]
         if not types_:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
+        if is_path:
+            checked_path(text)
         value = convert(text)
         if isinstance(value, float) and not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")

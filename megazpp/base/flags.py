@@ -157,34 +157,22 @@ def flag_texts(config: type) -> dict[str, str]:
     return {name: " ".join(text.split()).removesuffix(".") for name, text in entries}
 
 
-def checked_path(read: Callable[[str], Any], name: str, default: Any) -> Callable[[str], Any]:
-    """Return a type for argparse that refuses texts which are no path: the empty text, and `~NAME` of an unknown user.
+def checked_path(text: str) -> Path:
+    """Return `text` as a path: the type, for argparse, of flags whose values are paths. `~` is not expanded.
 
-    `Path` would read the empty text as the current folder.
-
-    Args:
-        read: function that converts the text of any value of the field, without this check. It is returned unchanged in
-            two cases: the field is no path (its name has none of the endings `PATHS`), or the field's default is "", so
-            that the empty text is a valid value.
-        name: name of the config's field.
-        default: default of the field.
+    Raises:
+        argparse.ArgumentTypeError: the text is empty, which `Path` would read as the current folder; or it begins with
+            `~NAME`, and there is no such home folder.
     """
-    if default == "" or not name.endswith(PATHS):
-        return read
-
-    @functools.wraps(read)
-    def read_path(text: str) -> Any:
-        if not text:
-            raise argparse.ArgumentTypeError(
-                "the value is empty: give a path, or leave the flag out (is a variable of the shell not set?)"
-            )
-        try:
-            Path(text).expanduser()
-        except RuntimeError:  # "~NAME/..." of an unknown user, or "~/..." of a user without a home folder
-            raise argparse.ArgumentTypeError(f"{text}: there is no such home folder; give a path without ~") from None
-        return read(text)
-
-    return read_path
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "the value is empty: give a path, or leave the flag out (is a variable of the shell not set?)"
+        )
+    try:
+        Path(text).expanduser()
+    except RuntimeError:  # "~NAME/..." of an unknown user, or "~/..." of a user without a home folder
+        raise argparse.ArgumentTypeError(f"{text}: there is no such home folder; give a path without ~") from None
+    return Path(text)
 
 
 def spelling(config: Any, name: str) -> str:
