@@ -127,12 +127,12 @@ class Hosts:
                 raise self._mistake
             if self.over is not None:
                 raise JobError(self.over)
-            if seconds > self.patience_seconds:
-                raise ValueError(f"{self._waiting()}; {self.name} has waited {seconds:.0f} s")
             if seconds > WAIT_SECONDS and not hinted:
                 hinted = True
                 limit = f"{self.name} has waited {seconds:.0f} s and goes on up to {self.patience_seconds:g} s"
                 say(f"{limit}: {self._waiting()}")
+            if seconds > self.patience_seconds:
+                raise ValueError(f"{self._waiting()}; {self.name} has waited {seconds:.0f} s")
         say(f"{place}; all hosts are there" + (f"; {self._first} prints the log" if self.node_rank else ""))
         variables = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.port)}
         if self._interface is not None:

@@ -84,14 +84,18 @@ class Program:
         Such a process has the program's marker in its environment. A fork of `forked_python` instead has the program's
         output file as stdout.
         """
-        return [process.pid for process in psutil.process_iter(["environ"]) if self._has_started(process)]
+        return [process.pid for process in self._running()]
 
     def workers(self) -> list[int]:
         """Return the IDs of the ranks that the program's launcher has started, in the order of ranks."""
-        found = set(self.left_behind())
-        with contextlib.suppress(psutil.Error):  # the launcher may have ended
-            return sorted(pid for pid in found if psutil.Process(pid).ppid() in found)
-        return []
+        found = {process.pid: process.info for process in self._running("ppid", "create_time")}
+        # not in the order of their IDs, which begin again at 1 after the largest
+        in_order = sorted(found, key=lambda pid: found[pid]["create_time"])
+        return [pid for pid in in_order if found[pid]["ppid"] in found]
+
+    def _running(self, *attributes: str) -> list[psutil.Process]:
+        # reads the attributes at once, because a process may end at any time
+        return [each for each in psutil.process_iter(["environ", *attributes]) if self._has_started(each)]
 
     def _has_started(self, process: psutil.Process) -> bool:
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
