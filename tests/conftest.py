@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -85,6 +86,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     uses_ranks = any(hasattr(getattr(item, "module", None), "ranks") for item in session.items)
     if uses_ranks and not session.config.option.collectonly:
         start_server()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed torch, so that no result depends on the tests that this process has run before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture
