@@ -340,7 +340,7 @@ class Rounds:
                     raise RefusedError(
                         f"--diloco-group {name} is in use by another job: choose another name", passes=True
                     )
-                self._end(name, "it was started again")
+                self._end(name, f"its job was started again, or another job also has --diloco-group {name}")
             taken = {other.slot for other in self.groups.values() if other.status != "out"}
             kept = None if group is None or group.slot in taken else group.slot
             slot = min(set(range(len(taken) + 1)) - taken) if kept is None else kept

@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.base.address import Address, is_loopback, listen, parse_host, parse_port
+from megazpp.base.files import errors_as
 from megazpp.base.flags import spelling
 from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
 from megazpp.base.program import (
@@ -270,8 +271,13 @@ def _run_once(workers: Workers, variables: Mapping[str, str]) -> dict[int, int]:
         variables: environment variables for the workers; MASTER_PORT is added.
     Returns:
         The nonzero exit codes by rank, {} if all workers succeeded.
+    Raises:
+        ValueError: this machine has no usable loopback interface.
     """
     with listen(Address(LOOPBACK, 0)) as listener:
+        remedy = "switch the loopback interface on, for example with: ip link set lo up"
+        with errors_as(f"this machine cannot connect to itself at {LOOPBACK}", OSError, remedy=remedy):
+            socket.create_connection(listener.getsockname(), CONNECT_SECONDS).close()
         try:
             workers.start({**variables, "MASTER_PORT": str(listener.getsockname()[1])})
             _store = loopback_store(listener)  # the store starts a thread, and workers must be forked before that
@@ -401,13 +407,8 @@ class Workers:
         try:
             for rank in self._ranks:
                 node, local_rank = divmod(rank, self._ranks_per_node)
-                place: dict[str, float] = {
-                    "RANK": rank,
-                    "LOCAL_RANK": local_rank,
-                    "GROUP_RANK": node,
-                    "WORLD_SIZE": world_size,
-                }
-                place["LOCAL_WORLD_SIZE"] = self._ranks_per_node
+                place: dict[str, float] = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
+                place |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": self._ranks_per_node}
                 place[LAUNCHER_PID] = os.getpid()  # the worker asks the kernel to kill it when this process ends
                 # Restarted workers get the same start time, so --exit-duration-in-mins counts from the first start.
                 place[BEGAN] = self._began

@@ -724,3 +724,11 @@ def test_group_beyond_the_nominal_number_does_not_stop_a_run_that_waits_for_all(
     world.go(40)
     assert len(world.rounds.members) == 3
     assert world.rounds.merged_steps > 2 * RULES.interval
+
+
+def test_group_whose_name_another_job_takes_reads_the_flag():
+    """Neither job is complete: a rank of each has connected, as if two hosts with the same name start together."""
+    rounds = Rounds()
+    for incarnation in ("first", "second"):
+        rounds.connect("ubuntu", 0, Group("ubuntu", incarnation, 0, NO_COMMIT, RULES).hello(), 0.0)
+    assert any("another job also has --diloco-group ubuntu" in line for line in rounds.take_news().lines)

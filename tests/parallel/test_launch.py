@@ -216,6 +216,16 @@ def test_ctrl_z_suspends_the_workers_with_their_launcher_and_continues_them(monk
     assert sent == [signal.SIGSTOP, (os.getpid(), signal.SIGSTOP), signal.SIGCONT]
 
 
+def test_machine_without_a_loopback_interface_is_named_before_workers_start(monkeypatch):
+    workers = mock.Mock()
+    monkeypatch.setattr(
+        launch.socket, "create_connection", mock.Mock(side_effect=OSError(101, "Network is unreachable"))
+    )
+    with pytest.raises(ValueError, match=r"cannot connect to itself at 127.0.0.1: Network is unreachable; switch"):
+        launch._run_once(workers, {})
+    workers.start.assert_not_called()
+
+
 GLOO = "[/pytorch/gloo/tcp/pair.cc:553] Connection closed by peer [10.88.0.2]:23681. Check the logs"
 
 
