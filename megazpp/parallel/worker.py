@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megazpp.base.address import store_address
+from megazpp.base.address import is_loopback, store_address
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import (
     BEGAN,
@@ -135,7 +135,10 @@ def worker_process(
             call_roll(store, place, facts, failure)
         except JobError as error:
             _end(error, place, failure)
-    share_gloo_device(loopback=is_on_one_machine(place), lazy=backend != "gloo")
+    loopback = is_on_one_machine(place)
+    share_gloo_device(
+        LOOPBACK if loopback else address_if_name_fails(os.environ["MASTER_ADDR"]), lazy=backend != "gloo"
+    )
     if device.type == "cpu":
         keep_freed_memory()
     bound = device if device.type == "cuda" else None
@@ -248,7 +251,31 @@ def _report_once(error: BaseException, place: RankInfo, failure: FirstFailure) -
     return EXIT_ERROR
 
 
-def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
+def address_if_name_fails(master: str) -> str | None:
+    """Return this host's address on the way to `master` if other hosts cannot connect to its name; otherwise None.
+
+    gloo listens at the address of the host's name. Debian and Ubuntu give the name the address 127.0.1.1, and if the
+    name has no address, gloo listens at 127.0.0.1. Other hosts can connect to neither.
+
+    Args:
+        master: host name or IP address of rank 0's host (MASTER_ADDR).
+    """
+    own = _local_address(master)
+    return own if is_loopback(_local_address(socket.gethostname())) and not is_loopback(own) else None
+
+
+def _local_address(host: str) -> str:
+    """Return the IP address from which this host would connect to `host`; LOOPBACK if `host` has no address."""
+    try:
+        family, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return LOOPBACK
+
+
+def share_gloo_device(address: str | None = None, *, lazy: bool = False) -> None:
     """Make all gloo groups that this process creates from now on share one gloo device (a listener and its thread).
 
     By default each group creates a device, whose thread wakes up a hundred times per second. Measured with torch 2.13,
@@ -257,7 +284,8 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
     happens.
 
     Args:
-        loopback: True listens only on the loopback interface, unless GLOO_SOCKET_IFNAME names interfaces.
+        address: IP address at which gloo listens, unless GLOO_SOCKET_IFNAME names interfaces; None for the address of
+            the host's name.
         lazy: True connects two ranks when one of them first sends to the other, for groups in which ranks exchange
             small messages with a single rank. False connects all pairs at once, a million connections for 1024 ranks.
     """
@@ -265,10 +293,10 @@ def share_gloo_device(*, loopback: bool = False, lazy: bool = False) -> None:
         return
     gloo: Any = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # names of network interfaces, which torch's gloo uses
-    places = [{"interface": name} for name in interfaces.split(",")] if interfaces else [{"hostname": LOOPBACK}]
+    places = [{"interface": name} for name in interfaces.split(",")] if interfaces else [{"hostname": address}]
     own = lazy or None  # None leaves the choice to TORCH_GLOO_LAZY_INIT
     with _threads_that_wait_their_turn():
-        if interfaces or loopback:
+        if interfaces or address:
             devices = [gloo.create_device(**place, lazy_init=own) for place in places]
         else:
             devices = [gloo.create_default_device(lazy_init=own)]

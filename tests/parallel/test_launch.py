@@ -385,7 +385,7 @@ def check_lazy_group_on_the_loopback() -> None:
         patch.delenv("GLOO_SOCKET_IFNAME", raising=False)
         # share_gloo_device replaces this class, and monkeypatch restores it
         patch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)
-        worker.share_gloo_device(loopback=True, lazy=True)
+        worker.share_gloo_device(launch.LOOPBACK, lazy=True)
         group = dist.new_group([0, 1, 2, 3], backend="gloo")
     ((address, _),) = listening() - before
     assert address == "127.0.0.1"
@@ -426,6 +426,20 @@ def test_kernel_without_batch_scheduling_is_no_failure(monkeypatch):
     monkeypatch.setattr(os, "sched_setscheduler", mock.Mock(side_effect=[OSError(22, "Invalid argument"), None]))
     with worker._threads_that_wait_their_turn():
         pass
+
+
+def test_host_whose_name_is_a_loopback_address_listens_on_the_way_to_rank_0(monkeypatch):
+    """Rank 0's own name may have a loopback address on its host, which leaves the choice to gloo."""
+    for name, on_the_way, expected in (
+        ("127.0.1.1", "10.0.0.2", "10.0.0.2"),
+        ("10.1.0.2", "10.0.0.2", None),
+        ("127.0.1.1", "127.0.0.1", None),
+    ):
+        monkeypatch.setattr(worker.socket, "gethostname", lambda name=name: name)
+        monkeypatch.setattr(worker, "_local_address", {name: name, "rank0": on_the_way}.get)
+        assert worker.address_if_name_fails("rank0") == expected
+    monkeypatch.undo()
+    assert worker._local_address("127.0.1.1") == worker._local_address("not a host") == "127.0.0.1"
 
 
 def test_interface_named_in_the_environment_is_used(monkeypatch):
