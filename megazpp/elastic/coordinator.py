@@ -179,6 +179,9 @@ class Coordinator:
         self._changed = threading.Condition()
         self._channels: dict[Channel, tuple[str, int]] = {}  # group and rank at the other end of each open connection
         self._ticked_at, self.ended, self.why = time.monotonic(), threading.Event(), ""
+        # Recorded times are this offset plus the monotonic clock. If the system's clock is set during the run, the
+        # differences of recorded times therefore stay correct.
+        self._time_offset = time.time() - self._ticked_at
         self._listener = AuthenticatedListener(address, secret, self._serve, say)
         self.address = self._listener.address
         say(f"term {self._journal.term} at version {self._rounds.version} listens on {self.address}")
@@ -215,11 +218,12 @@ class Coordinator:
         self._ticked_at = now
         self._rounds.tick(now)
         records, lines, rows = self._rounds.take_news()
+        stamp = {"time": round(self._time_offset + now, 3)}
         if records:
-            self._journal.append([record | {"time": round(time.time(), 3)} for record in records])
+            self._journal.append([record | stamp for record in records])
         for row in rows:
             with _errors_named(self._rows):
-                append_line(self._rows, json.dumps(row | {"time": round(time.time(), 3)}))
+                append_line(self._rows, json.dumps(row | stamp))
         for line in lines:
             self._say(line)
         if records:

@@ -99,7 +99,8 @@ def groups_line(rows: Sequence[Row]) -> str:
     """
     groups = [group for row in rows for group in row["groups"]]
     steps, late = (sum(g["steps"] for g in groups if g["late"] >= least) for least in (0, 1))
-    seconds = rows[-1]["time"] - rows[0]["time"]
+    # A coordinator that was started again may have another clock, so that its first row seems to be earlier.
+    seconds = sum(max(0.0, b["time"] - a["time"]) for a, b in itertools.pairwise(rows))
     tokens = sum(group["tokens"] for row in rows[1:] for group in row["groups"])
     speed = f", {tokens / seconds:,.0f} merged tokens per second" if seconds > 0 else ""
     returned = sum(row["returned"] for row in rows)
