@@ -21,8 +21,9 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
 
@@ -32,7 +33,7 @@ from megazpp.base.address import store_address
 from megazpp.base.command_line import FlagParser, expand_flag_files, split_into_flags
 from megazpp.base.files import HOME
 from megazpp.base.launcher import find_launcher
-from megazpp.base.program import EXIT_ERROR, LAUNCHER_PID, JobError, leave, say
+from megazpp.base.program import EXIT_ERROR, EXIT_SECONDARY, LAUNCHER_PID, JobError, leave, say
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.hosts import Hosts, host_key, wait_until
 from megazpp.parallel.launch import AGENT_STORE, RESTART_COUNT, RankInfo, hosts_of, open_store
@@ -82,6 +83,29 @@ class FirstFailure:
                 key, text = json.loads(self._store.get("text"))
         if self._place.local_rank == 0 and key != self._key:
             say(f"\nrank {self._place.rank} on {self.host} ends: {text}")
+
+    @contextlib.contextmanager
+    def ends_this_rank(self) -> Iterator[None]:
+        """Return a context in which this process ends if another rank has failed.
+
+        gloo waits in C++ code until all ranks have connected, and does not notice that one of them has ended. No other
+        thread may use this object's connection to the store.
+        """
+        over = threading.Event()
+
+        def watch() -> None:
+            with contextlib.suppress(dist.DistError):  # the store's process has ended; the watchdog ends this rank
+                while not over.wait(CLAIM_SECONDS / 2):
+                    if self.is_known:
+                        self.show_elsewhere()
+                        self.let_others_read()
+                        leave(EXIT_SECONDARY)
+
+        threading.Thread(target=watch, name="megazpp-first-failure", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
     def let_others_read(self, *, before_start: bool = False) -> None:
         """Note that this rank has read the record. If the store may end with this process, wait for all other ranks.

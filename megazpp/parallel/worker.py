@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megazpp.base.address import is_loopback, store_address
+from megazpp.base.files import errors_as
 from megazpp.base.launcher import find_launcher
 from megazpp.base.program import (
     BEGAN,
@@ -51,6 +52,7 @@ from megazpp.base.program import (
     in_words,
     leave,
     say,
+    user_errors,
 )
 from megazpp.parallel.agreement import call_roll
 from megazpp.parallel.config import LaunchConfig
@@ -116,7 +118,7 @@ def worker_process(
         device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
 
-    # Open the store, start the watchdog, compare the facts of all ranks, and create the default process group.
+    # Open the store, start the watchdog, and compare the facts of all ranks.
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     began, restarts = float(os.environ.get(BEGAN, time.monotonic())), int(os.environ.get(RESTART_COUNT, "0"))
     with _say_whom_it_waits_for(place):
@@ -135,23 +137,24 @@ def worker_process(
             call_roll(store, place, facts, failure)
         except JobError as error:
             _end(error, place, failure)
-    loopback = is_on_one_machine(place)
-    share_gloo_device(
-        LOOPBACK if loopback else address_if_name_fails(os.environ["MASTER_ADDR"]), lazy=backend != "gloo"
-    )
-    if device.type == "cpu":
-        keep_freed_memory()
-    bound = device if device.type == "cuda" else None
-    rank, world_size = place.rank, place.world_size
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=bound
-    )
-    worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts, began=began)
 
-    # Run the block of the `with` statement, then a barrier, so that no rank ends while other ranks use its connections.
-    # The barrier's span lets the watchdog notice a rank that never arrives, for example because the rank waits for a
-    # server of wandb.
+    # Create the default process group, and run the block of the `with` statement. After the block comes a barrier, so
+    # that no rank ends while other ranks use its connections. The barrier's span lets the watchdog notice a rank that
+    # never arrives, for example because the rank waits for a server of wandb.
     try:
+        own = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks the method
+        with FirstFailure(own, place).ends_this_rank():
+            alone = is_on_one_machine(place)
+            address = LOOPBACK if alone else address_if_name_fails(os.environ["MASTER_ADDR"])
+            share_gloo_device(address, lazy=backend != "gloo")
+            if device.type == "cpu":
+                keep_freed_memory()
+            bound = device if device.type == "cuda" else None
+            rank, world_size = place.rank, place.world_size
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT, device_id=bound
+            )
+        worker = Worker(**vars(place), device=device, store=store, watchdog=watchdog, restarts=restarts, began=began)
         yield worker
         with watchdog.span("barrier at the end"):
             dist.barrier()
@@ -297,7 +300,9 @@ def share_gloo_device(address: str | None = None, *, lazy: bool = False) -> None
     own = lazy or None  # None leaves the choice to TORCH_GLOO_LAZY_INIT
     with _threads_that_wait_their_turn():
         if interfaces or address:
-            devices = [gloo.create_device(**place, lazy_init=own) for place in places]
+            remedy = "name an interface of this host, see ip addr"
+            with user_errors(), errors_as(f"GLOO_SOCKET_IFNAME={interfaces}", RuntimeError, remedy=remedy):
+                devices = [gloo.create_device(**place, lazy_init=own) for place in places]
         else:
             devices = [gloo.create_default_device(lazy_init=own)]
 

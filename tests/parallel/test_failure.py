@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
 
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import LOOPBACK
-from megazpp.base.program import LAUNCHER_PID, JobError, UserError
+from megazpp.base.program import EXIT_SECONDARY, LAUNCHER_PID, JobError, UserError
 from megazpp.parallel import failure, worker
 from megazpp.parallel.agreement import call_roll
 from megazpp.parallel.failure import FirstFailure, tell
@@ -123,6 +123,26 @@ def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypat
         assert other == own
     else:
         assert re.fullmatch(r"rank 0 on alpha ends: rank [23] on beta: --lr 0x is wrong", other)
+
+
+def test_rank_that_waits_for_connections_ends_if_another_has_failed(monkeypatch, capfd):
+    """The rank is in C++ code, and another thread of its process reads the record."""
+    store, left = dist.HashStore(), list[int]()
+
+    def leave(code: int) -> NoReturn:
+        left.append(code)
+        raise dist.DistError  # ends the thread
+
+    monkeypatch.setattr(failure, "leave", leave)
+    first, waiting = (
+        FirstFailure(store, RankInfo(started=True, world_size=2, rank=rank), host=host)
+        for rank, host in enumerate(("alpha", "beta"))
+    )
+    with waiting.ends_this_rank():
+        first.write("rank 0 on alpha: no such interface")
+        assert wait_until(lambda: bool(left), 20)
+    assert left == [EXIT_SECONDARY]
+    assert printed(capfd) == ["rank 1 on beta ends: rank 0 on alpha: no such interface"]
 
 
 def test_first_rank_of_a_host_says_whom_it_waits_for_and_where(monkeypatch):

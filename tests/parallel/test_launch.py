@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import find_address, find_launcher, first_host
-from megazpp.base.program import BEGAN, EXIT_LATE, LAUNCHER_PID
+from megazpp.base.program import BEGAN, EXIT_LATE, LAUNCHER_PID, UserError
 from megazpp.parallel import failure, launch, worker
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.failure import FirstFailure
@@ -446,5 +446,5 @@ def test_interface_named_in_the_environment_is_used(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     # share_gloo_device replaces this class, and monkeypatch restores it
     monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)
-    with pytest.raises(RuntimeError, match="no-such-interface"):
+    with pytest.raises(UserError, match=r"^GLOO_SOCKET_IFNAME=no-such-interface: .*; name an interface of this host"):
         worker.share_gloo_device()
