@@ -240,7 +240,6 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
             losses = model.eval()(batch.tokens, batch.labels)
     on_disk = config.weights_device == "disk"
     assert bytes_of_live_messages() == units.plan.device_bytes(config.prefetch_layers, fetched=on_disk)
-    gc.unfreeze()
     assert dims.counter.sent_bytes("cross") == 0
     assert (dims.counter.sent_bytes("local") > 0) == (dims.local.size > 1)
     # Besides generation, the losses needed one pass over all layers. Afterwards the reader has fetched one of the two
