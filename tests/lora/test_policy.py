@@ -35,7 +35,7 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.tensor_parallel.initialize import initialize_parameters_
 from megazpp.training.step import TrainStep
 
-STEPS = 4
+STEPS = 3
 ALL = LoraConfig(lora_r=3, lora_alpha=6.0, lora_target_modules=("all-linear",))
 WIDE = dataclasses.replace(LLAMA_STYLE, hidden_size=128, kv_channels=16, ffn_hidden_size=256)
 MIXTURE = dataclasses.replace(MIXTURE_STYLE, moe_aux_loss_coeff=0.0)

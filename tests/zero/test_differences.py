@@ -25,7 +25,7 @@ BF16 = PrecisionConfig(bf16=True)
 
 def lossless(**given: Any) -> Case:
     zero = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
-    return Case(**{"nodes": 2, "precision": BF16, "zero": zero, **given})
+    return Case(**{"nodes": 2, "precision": BF16, "zero": zero, "steps": 5, **given})
 
 
 def take_step(step: TrainStep, case: Case, index: int) -> tuple[StepRecord, int]:
@@ -183,8 +183,8 @@ def see_what_crosses_next(case: Case) -> None:
         with step.sharding.weight_update():
             optimizer.step()
 
-    def adam(**settings: Any) -> Any:
-        return lambda: update(torch.optim.AdamW(parameters, lr=1e-3, **settings))
+    def sgd(foreach: bool) -> Any:
+        return lambda: update(torch.optim.SGD(parameters, lr=1e-3, foreach=foreach))
 
     def write(first: int = len(parameters), past_counters: bool = False) -> None:
         for parameter in parameters[:first]:
@@ -195,9 +195,9 @@ def see_what_crosses_next(case: Case) -> None:
     for index, (what, action, expected) in enumerate([
         ("a use", lambda: None, nothing),
         ("a change of mode", lambda: (step.model.eval(), step.model.train()), nothing),
-        ("a step, fused", adam(fused=True), difference),
-        ("a step, foreach", adam(foreach=True), difference),
-        ("a step, loop", adam(foreach=False), difference),
+        ("a step, fused", lambda: update(torch.optim.AdamW(parameters, lr=1e-3, fused=True)), difference),
+        ("a step, foreach", sgd(foreach=True), difference),
+        ("a step, loop", sgd(foreach=False), difference),
         ("a write", write, keyframe),
         ("a write, then a step", lambda: (write(), update()), keyframe),
         ("a step, a write to a unit", lambda: (update(), write(first=1)), difference | keyframe),

@@ -247,7 +247,7 @@ def look_at_outer_weights(case: Case) -> float:
 
 def test_evaluation_uses_the_outer_weights_and_restores_own():
     flags = DilocoConfig(diloco_steps=2, diloco_fragment_sync_delay=1)
-    case = Case(nodes=2, tp=2, precision=BF16, diloco=flags)
+    case = Case(nodes=2, tp=2, precision=BF16, diloco=flags, steps=4)
     assert len({*ranks(4).run(look_at_outer_weights, case)}) == 1
 
 

@@ -111,13 +111,13 @@ def assert_trained_alike(found: list[Weights], expected: Weights) -> None:
 
 
 def train_in_all_stages() -> list[Weights]:
-    return [train(ZeroConfig(zero_stage=stage), 3, nodes=1) for stage in range(4)]
+    return [train(ZeroConfig(zero_stage=stage), 2, nodes=1) for stage in range(4)]
 
 
 @pytest.mark.parametrize("world_size", [2, slow(1)])
 def test_with_fsdp2_s_own_collectives_training_is_that_of_one_process(world_size):
     for of_stages in ranks(world_size).run(train_in_all_stages):
-        assert_trained_alike(of_stages, train(None, 3))
+        assert_trained_alike(of_stages, train(None, 2))
 
 
 @pytest.mark.parametrize("micro_batches", [slow(1), 3])
