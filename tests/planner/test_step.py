@@ -156,8 +156,9 @@ GRID = {
         nodes=4, order=(0, 2, 1, 3), diloco=LOCAL(diloco_weight_bits=16, diloco_gradient_bits=16)
     ),
 }
-QUICK = ("HSDP", "zeropp, tp, sequence", "states in host memory")
+QUICK = ("zeropp, tp, sequence", "states in host memory")
 SLOW = (
+    "HSDP",
     *("stage 0", "stage 2", "ZeRO-3, overlap", "hpZ, overlap", "zeropp, cyclic", "every micro-batch"),
     *("Muon, by nodes", "Muon, whole over nodes", "no overlap, recompute", "states in host memory, hpZ off"),
     *("replica groups, tp, late fragments", "zeropp on replica groups"),

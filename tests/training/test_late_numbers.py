@@ -99,9 +99,9 @@ def late_and_at_once(case: Case) -> None:
 LOSSLESS = ZeroConfig(zeropp=True, zero_weight_delta="lossless")
 CASES = {
     "zeropp": (2, Case(nodes=2, zero=ZEROPP, micro_batches=2)),
-    "0": (2, Case(stage=0)),
+    "tp": (2, Case(stage=0, tp=2)),
     "expert bias": (2, Case(model=BIASED_STYLE, stage=2)),
-    "differences": (4, Case(nodes=2, zero=LOSSLESS, precision=PrecisionConfig(bf16=True), tp=2)),
+    "differences": (2, Case(nodes=2, zero=LOSSLESS, precision=PrecisionConfig(bf16=True))),
 }
 
 
