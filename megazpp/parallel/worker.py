@@ -300,8 +300,9 @@ def share_gloo_device(address: str | None = None, *, lazy: bool = False) -> None
     own = lazy or None  # None leaves the choice to TORCH_GLOO_LAZY_INIT
     with _threads_that_wait_their_turn():
         if interfaces or address:
-            remedy = "name an interface of this host, see ip addr"
-            with user_errors(), errors_as(f"GLOO_SOCKET_IFNAME={interfaces}", RuntimeError, remedy=remedy):
+            what = f"GLOO_SOCKET_IFNAME={interfaces}" if interfaces else f"gloo cannot listen at {address}"
+            remedy = "set GLOO_SOCKET_IFNAME to an interface of this host (see ip addr)"
+            with user_errors(), errors_as(what, RuntimeError, remedy=remedy):
                 devices = [gloo.create_device(**place, lazy_init=own) for place in places]
         else:
             devices = [gloo.create_default_device(lazy_init=own)]

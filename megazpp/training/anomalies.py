@@ -237,8 +237,9 @@ class Guard:
                     "grad_norms": first.norms,
                     "ranks": [{key: getattr(each, key) for key in keys} for each in reports],
                 }
-                file = self.run.folder.write_json(f"not-finite-{step}.json", record, indent=2)
-                message += f"\nsamples, losses and norms: {file}"
+                with self.run.folder.surviving(name := f"not-finite-{step}.json"):
+                    file = self.run.folder.write_json(name, record, indent=2)
+                    message += f"\nsamples, losses and norms: {file}"
         raise NotFiniteError(world.share_object(message))
 
     def _is_spike(self, iteration: int, loss: float) -> bool:

@@ -22,6 +22,7 @@ written as null, because strict readers of JSON accept neither NaN nor Infinity.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -29,7 +30,7 @@ import os
 import sys
 import textwrap
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -156,6 +157,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = make_writable(path, "--run-dir")
         self._lock: IO[str] | None = None
+        self._failed = set[str]()  # names of files whose failure `surviving` has reported
 
     def lock(self) -> None:
         """Lock the run folder for this job, until `unlock` or the end of this process.
@@ -171,9 +173,23 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
+    @contextlib.contextmanager
+    def surviving(self, name: str) -> Iterator[None]:
+        """Return a context in which a failed write of the file `name`, a record of the run, prints a warning once.
+
+        A full disk of the run folder then does not end the training, and later attempts to write are made.
+        """
+        try:
+            yield
+        except OSError as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                print(f"warning: {name}: {error}; this record is left out", flush=True)
+
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append `record` as one line of JSON to the file `name` in the run folder."""
-        append_line(self.path / name, json.dumps(_strict(record), default=str, allow_nan=False))
+        """Append `record` as one line of JSON to the file `name` in the run folder; if this fails, print a warning."""
+        with self.surviving(name):
+            append_line(self.path / name, json.dumps(_strict(record), default=str, allow_nan=False))
 
     def write_json(self, name: str, value: Mapping[str, Any], *, indent: int | None = None) -> Path:
         """Write `value` as JSON to the file `name` in the run folder, and return the file's path.

@@ -68,21 +68,23 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def __init__(self, folder: RunFolder | None = None, sinks: Sequence[Sink] = ()) -> None:
         self.folder, self.sinks = folder, sinks
-        self._failed = set[str]()  # names of files and sinks whose failure has been reported by a warning
+        self._failed = set[str]()  # names of sinks whose failure has been reported by a warning
 
     def record(self, name: str, row: Mapping[str, Any]) -> None:
         """Append `row` as a line of JSON to the file NAME.jsonl, and write its numbers to wandb and TensorBoard.
 
         There, the number KEY of the row has the name NAME/KEY. The row has the key "iteration".
         """
-        file = f"{name}.jsonl"
-        self._keep(file, lambda folder: folder.append(file, row))
+        if self.folder is not None:
+            self.folder.append(f"{name}.jsonl", row)
         scalars = {f"{name}/{key}": value for key, value in row.items() if isinstance(value, int | float)}
         self._each("write", scalars, iteration=row["iteration"])
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write the results of the run to summary.json. Write its numbers and strings to wandb and TensorBoard too."""
-        self._keep("summary.json", lambda folder: folder.write_json("summary.json", values, indent=2))
+        if self.folder is not None:
+            with self.folder.surviving("summary.json"):
+                self.folder.write_json("summary.json", values, indent=2)
         scalars = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
         self._each("summarize", scalars, iteration=values["iteration"])
 
@@ -92,17 +94,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         if self.folder is not None:
             self.folder.unlock()
 
-    def _keep(self, file: str, write: Callable[[RunFolder], object]) -> None:
-        """Call `write`, which writes `file` in the run folder, and print a warning if it fails for the first time.
-
-        A failure does not stop later attempts to write, because the disk may have space again.
-        """
-        try:
-            if self.folder is not None:
-                write(self.folder)
-        except OSError as error:
-            self._warn(file, error, "the log has its values")
-
     def _each(self, method: str, *values: Any, **named: Any) -> None:
         """Call a method of every sink (wandb, TensorBoard). After a sink has failed, only its `close` is called."""
         for sink in self.sinks:
@@ -111,13 +102,11 @@ class Tracker(AbstractContextManager["Tracker"]):
             try:
                 getattr(sink, method)(*values, **named)
             except Exception as error:  # wandb and TensorBoard may raise any exception, and training has to continue
-                self._warn(sink.name, error, "it records no more values")
-
-    def _warn(self, what: str, error: Exception, consequence: str) -> None:
-        """Print a warning that records could not be written to `what`, a file or a sink; once per file and sink."""
-        if what not in self._failed:
-            self._failed.add(what)
-            print(f"warning: {what}: {error}; {consequence}, and training continues", flush=True)
+                if sink.name not in self._failed:
+                    self._failed.add(sink.name)
+                    print(
+                        f"warning: {sink.name}: {error}; it records no more values, and training continues", flush=True
+                    )
 
 
 @dataclass

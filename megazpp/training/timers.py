@@ -151,7 +151,8 @@ class StepRecorder:
             return
         spans_by_rank = align(*zip(*gathered, strict=True))
         names = [f"rank {rank}, node {dims.layout.cluster.node_of(rank)}" for rank in range(len(spans_by_rank))]
-        folder.write_json("timeline.json", chrome_trace(spans_by_rank, names))
+        with folder.surviving("timeline.json"):
+            folder.write_json("timeline.json", chrome_trace(spans_by_rank, names))
         self._run.log(describe(whole.name, spans_by_rank))
 
 

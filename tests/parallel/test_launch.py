@@ -446,5 +446,5 @@ def test_interface_named_in_the_environment_is_used(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     # share_gloo_device replaces this class, and monkeypatch restores it
     monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)
-    with pytest.raises(UserError, match=r"^GLOO_SOCKET_IFNAME=no-such-interface: .*; name an interface of this host"):
+    with pytest.raises(UserError, match=r"^GLOO_SOCKET_IFNAME=no-such-interface: .*; set GLOO_SOCKET_IFNAME to an"):
         worker.share_gloo_device()

@@ -80,6 +80,10 @@ def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsy
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
+            for _ in range(2):  # like the samples of a GRPO step, and the spans of --timeline-step
+                track.folder.append("completions.jsonl", {"iteration": 1, "completion": "x" * 5000})
+                with track.folder.surviving("timeline.json"):
+                    track.folder.write_json("timeline.json", {"spans": "x" * 5000})
             for iteration in range(1, 5):
                 if iteration == 4:
                     (disk / "fill").unlink()
@@ -91,8 +95,10 @@ def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsy
         assert json.loads(rows[-1])["iteration"] == 4
         assert (disk / "run" / "summary.json").exists()
     out = capsys.readouterr().out
-    assert out.count("warning: metrics.jsonl: [Errno 28] No space left on device; the log has its values") == 1
-    assert out.count("warning: TensorBoard: ") == 1
+    assert out.count("warning: metrics.jsonl: [Errno 28] No space left on device; this record is left out") == 1
+    assert [out.count(f"warning: {name}: ") for name in ("TensorBoard", "completions.jsonl", "timeline.json")] == [
+        1
+    ] * 3
 
 
 def test_tags_describe_the_layout_of_the_run():
