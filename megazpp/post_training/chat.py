@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -212,7 +213,7 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
     Without the flag, return the tokenizer's template, or `DEFAULT_TEMPLATE` if the tokenizer has none.
 
     Raises:
-        ValueError: the file of the template cannot be read, or is not a Jinja template.
+        ValueError: the file of the template cannot be read, is not a Jinja template, or does not read messages.
     """
     path, source, name = config.chat_template, None, "the tokenizer's chat template"
     if path is not None:
@@ -222,10 +223,26 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
             with errors_as(f"{name} cannot be read", (OSError, UnicodeDecodeError)):
                 source = read_small_file(find_file(path)).decode("utf-8-sig")
         _compiled(source, name, [])
+        # Jinja accepts any text, such as the tokenizer_config.json of a model. Conversations would lose their words
+        # then. In the chat_template.json of a model, which contains a template, they would get JSON's backslashes.
+        if "messages" not in source or _is_json(source):
+            raise ValueError(
+                f"{name} is not a chat template: it is JSON, or does not read `messages`. Give a file with a Jinja "
+                "template (of a model's chat_template.json: jq -r .chat_template chat_template.json > FILE)"
+            )
     elif tokenizer.chat_template() is None:
         name = "the default chat template"
     variables = parse_object(config.chat_template_kwargs, "--chat-template-kwargs")
     return ChatTemplate(tokenizer, source, name=name, variables=variables, system_prompt=config.system_prompt)
+
+
+def _is_json(text: str) -> bool:
+    """Return True if a text is a valid JSON document."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def options_of(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_flags_choose_template_arguments_and_system_message(tmp_path):
         {"name": "rag", "template": "R{{ tone }}{{ messages[0].content }}"},
     ]
     tokenizer = load(folder_of(tmp_path / "named", qwen2, named))
-    (tmp_path / "own.jinja").write_text("F{{ eos_token }}{{ tone }}")
+    (tmp_path / "own.jinja").write_text("F{{ eos_token }}{{ tone }}{# no messages #}")
     for flags, text in (
         ({"chat_template": "rag"}, "Rmoney?"),
         ({"chat_template": "rag", "chat_template_kwargs": '{"tone": 3}'}, "R3money?"),
@@ -200,6 +200,8 @@ def test_tokenizer_without_a_folder_uses_default_or_given_template(tmp_path):
 
 def test_template_and_column_errors_name_their_source(tmp_path):
     (tmp_path / "bad.jinja").write_text("one\n{% if %}")
+    (tmp_path / "constant.jinja").write_text("Be brief.")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     sources = [
         ("{{ raise_exception('roles must alternate') }}", "T: roles must alternate"),
         ("{{ messages[0].content + 3 }}", "T: can only concatenate"),
@@ -210,6 +212,8 @@ def test_template_and_column_errors_name_their_source(tmp_path):
     assert not not_refused(sources, lambda source: ChatTemplate(ByteTokenizer(), source, name="T").render_spans(TALK))
     flags = [
         ({"chat_template": str(tmp_path / "bad.jinja")}, "bad.jinja, line 2: Expected an expression"),
+        ({"chat_template": str(tmp_path / "constant.jinja")}, "constant.jinja is not a chat template: it is JSON, or"),
+        ({"chat_template": str(tmp_path / "chat_template.json")}, "chat_template.json is not a chat template: it is"),
         ({"chat_template": "nowhere"}, "--chat-template nowhere cannot be read"),
         ({"chat_template_kwargs": "[1]"}, "--chat-template-kwargs '[1]' is not a JSON object"),
         ({"chat_template_kwargs": "{"}, "--chat-template-kwargs '{' is not JSON: "),
