@@ -208,13 +208,17 @@ def test_own_modules_are_imported_at_the_top_of_a_file(library):
 WRONG_PATHS = {
     "pretrain_gpt.py": (
         "--tensor-model-parallel-size 3 --text-path nowhere --tokenizer-model no --load no --use-checkpoint-args "
-        "--save README.md/a --run-dir README.md --data-cache-path README.md/b",
+        "--save README.md/a --run-dir README.md --data-cache-path README.md/b --lora-base . no_base",
         [
+            "--lora-base no_base does not exist",
             *("--tokenizer-model no does not exist", "--load no has no", "--text-path nowhere does not exist"),
             *("--save: cannot write README.md/a", "--run-dir: cannot write", "--data-cache-path: cannot write"),
         ],
     ),
-    "tools/convert_checkpoint.py": ("--input nowhere --output x", ["--input nowhere does not exist"]),
+    "tools/convert_checkpoint.py": (
+        "--input nowhere --output x --lora-base no_base",
+        ["--input nowhere does not exist", "--lora-base no_base does not exist"],
+    ),
     "tools/evaluate.py": ("--load nowhere --input no", ["--input no is neither a text nor the prefix of a .bin/.idx"]),
     "tools/generate.py": (
         "--load . --data-path no --prompt-file nowhere",

@@ -66,7 +66,8 @@ class FlagSpec(NamedTuple):
             `GPTConfig` to compare instead, for a field that may be None, or if several flags set the same property.
         must_be: range of a number, or of each number in a tuple, see `_RANGES`; None for any number.
         most: largest value of a number, and the words that say what limits it; None for no limit.
-        must_exist: True if the value is the path of a file or folder without which the program cannot work.
+        must_exist: True if the value, or each of several, is the path of a file or folder without which the program
+            cannot work.
     """
 
     name: str | None = None
@@ -323,7 +324,8 @@ def check_needs(configs: Sequence[Any], origins: Mapping[str, str]) -> None:
 def check_existing(configs: Sequence[Any]) -> None:
     """Raise a ValueError with a line for each path that must exist (`FlagSpec.must_exist`), but does not."""
     given = [(f, getattr(config, f.name)) for config in configs for f in dataclasses.fields(config)]
-    paths = [(flag_name(f), path) for f, path in given if f.metadata["flag"].must_exist and path is not None]
+    wanted = [(flag_name(f), value) for f, value in given if f.metadata["flag"].must_exist and value is not None]
+    paths = [(name, path) for name, value in wanted for path in (value if isinstance(value, tuple) else (value,))]
     missing = [f"{name} {path} does not exist" for name, path in paths if not Path(path).expanduser().exists()]
     if missing:
         raise ValueError("\n".join(f"{text}: correct the path" for text in missing))

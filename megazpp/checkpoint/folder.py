@@ -135,8 +135,10 @@ class CheckpointFolder:
         return None if text is None else int(text)
 
     def check_not_inside(self) -> None:
-        """Raise ValueError if the path is a single checkpoint (`iter_...`) instead of its parent folder."""
+        """Raise ValueError if the path is a file, or a single checkpoint (`iter_...`) instead of its parent folder."""
         path = self.path.resolve()
+        if path.is_file():
+            raise ValueError(f"{self.name} is a file, not the folder of checkpoints: give that folder")
         match = _COMPLETE.fullmatch(path.name)
         if path.is_dir() and not self.iterations() and (match or (path / RECORD).is_file()):
             around = self.path.parent if self.path.name == path.name else path.parent

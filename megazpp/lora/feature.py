@@ -25,7 +25,7 @@ class AdapterBaseConfig(FeatureConfig):
             moved.
     """
 
-    lora_base: tuple[str, ...] = flag((), nargs="*", per_host=True)
+    lora_base: tuple[str, ...] = flag((), nargs="*", per_host=True, must_exist=True)
 
 
 class Lora(Feature):

@@ -66,6 +66,7 @@ def test_unsuitable_load_or_save_folder_is_rejected(used, tmp_path, monkeypatch)
     load, missing = str(used), str(tmp_path / "missing")
     (used / "iter_0000020" / NAME).touch()
     (used / "iter_0000020.replaced-1").mkdir()
+    (used / "lock").touch()
     (used / "iter_0000020.replaced-1" / NAME).touch()
     monkeypatch.chdir(used / "iter_0000020")
     one = "is one checkpoint, not the folder of checkpoints: give"
@@ -77,6 +78,7 @@ def test_unsuitable_load_or_save_folder_is_rejected(used, tmp_path, monkeypatch)
         ({"save": load, "load": missing}, taken),
         ({"save": load, "load": missing, "finetune": True}, taken),
         ({"save": load, "load": f"{load}/", "finetune": True}, f"--finetune starts a new run: --save {load} can"),
+        ({"load": f"{used}/lock"}, f"--load {used}/lock is a file, not the folder of checkpoints"),
         ({"load": "."}, f"--load . {one} --load {used} (and --ckpt-step 20)"),
     ]
     for name, step in (("iter_0000020", " (and --ckpt-step 20)"), ("iter_0000020.replaced-1", "")):
