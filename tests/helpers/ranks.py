@@ -138,6 +138,8 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     from megazpp.parallel.worker import keep_freed_memory, share_gloo_device
 
     torch.set_num_threads(1)
+    # torch's own function also seeds devices that these ranks do not use, and records a stack trace for each of them
+    torch.manual_seed = torch.default_generator.manual_seed
     torch._logging.set_logs(all=logging.ERROR)  # torch's warnings on ranks would be printed between pytest's lines
     share_gloo_device()
     keep_freed_memory()
