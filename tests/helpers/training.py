@@ -105,7 +105,7 @@ class Case:
     replicas: int = 1
     nodes: int = 1
     order: tuple[int, ...] | None = None
-    steps: int = 5
+    steps: int = 3
     documents: bool = False
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     vocab_size: int = 101
