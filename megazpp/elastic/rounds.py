@@ -498,7 +498,7 @@ class Rounds:
                 self._decide({"publish": entry | {"cid": cid, "group": name, "slot": slot, "digest": digests}})
 
     def _grant(self, name: str) -> None:
-        """Lease a cell of samples to a group that asks for one.
+        """Lease a cell of samples to a group that asks for one, unless it has too many contributions in the pool.
 
         The group gets free steps of the oldest block that has some. The steps are from the group's own column if this
         column has free steps in the block, otherwise from the lowest column with free steps in the block. With
@@ -506,7 +506,7 @@ class Rounds:
         depend on the speed of the groups.
         """
         group, interval, others = self.groups[name], self.rules.interval, set[int]()
-        if group.reports[0]["wants"] <= group.granted:
+        if group.reports[0]["wants"] <= group.granted or self._has_backlog(name):
             return
         if math.isinf(self._grace()):
             others = {self.groups[other].slot for other in self.members if other != name}
@@ -770,6 +770,14 @@ class Rounds:
         if any(entry["base"] == self.version for entry in report["published"].values()):
             return False  # wait: the contribution comes as soon as all ranks of the group have packed their messages
         return report["wants"] > self.groups[name].granted and not report["unsent"]
+
+    def _has_backlog(self, name: str) -> bool:
+        """Return True if more contributions of the group `name` wait for a commit than the model has fragments.
+
+        If other groups fetch them more slowly than the group trains, all fetches share its link, and the contributions
+        would become so late that their weight vanishes.
+        """
+        return sum(entry["group"] == name for entry in self.pool.values()) > self.rules.fragments
 
     def _seconds_to_quorum(self, now: float) -> float | None:
         """Return the seconds until a quorum of contributions is expected in this round, by the speed of the groups.

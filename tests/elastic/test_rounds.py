@@ -657,6 +657,29 @@ def test_version_waits_for_all_fetches_during_the_grace_then_merges_what_one_gro
     assert [entry["group"] for entry in world.rounds.pool.values()] == ["g2"]
 
 
+def test_group_with_a_slow_uplink_gets_no_samples_until_its_contributions_are_fetched():
+    """Other groups cannot fetch the contributions of group 2 for a while, and train on without it."""
+    world = World(RULES._replace(iterations=200))
+    fetch, slow = world.fetch, [True]
+
+    def fetch_slowly(index: int, rank: int) -> None:
+        fetch(index, rank)
+        if slow[0] and index != 2:
+            world.groups[index].have[rank] -= world.groups[2].published.keys()
+
+    world.fetch = fetch_slowly
+    for index in range(3):
+        world.start(index)
+    world.go(60)
+    assert world.rounds.version > 4
+    assert [entry["group"] for entry in world.rounds.pool.values()] == ["g2", "g2"]
+    slow[0] = False
+    world.go(20)
+    late = [world.rounds.version - entry["base"] for entry in world.rounds.pool.values() if entry["group"] == "g2"]
+    assert all(age < 2 for age in late)
+    assert world.rounds.groups["g2"].granted > 3
+
+
 def test_restarted_coordinator_waits_for_the_same_groups_in_the_first_round():
     world = World(RULES._replace(grace=math.inf))
     for index in range(2):
