@@ -324,6 +324,8 @@ class StepSimulator:
     def _forward(self) -> None:
         """Simulate a micro-batch's forward: gather each unit's parameters, compute, and free them with ZeRO stage 3."""
         units, tied, following = self.units, self.trace.tied, iter([*self.units[1:], None])
+        # FSDP2's root module makes the streams of gathers wait for the compute stream
+        self._gathers.wait_until(self._simulation.compute.now)
         for index, group in enumerate(self._groups):
             for unit in group:
                 self._unpack(unit, next(following))

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import gc
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from helpers.dry_run import PeakBytes
@@ -30,10 +30,11 @@ from megazpp.elastic.outer import WholeOuter
 from megazpp.optim.config import OptimizerConfig
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import plan_dims
+from megazpp.planner.cost import ClusterCosts, Efficiency
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import StepSimulator, TrafficTable, measure, traffic_between
 from megazpp.planner.trace import trace_on_rank
-from megazpp.topology.cluster import Cluster
+from megazpp.topology.cluster import Cluster, Device, Link, Links
 from megazpp.topology.layout import DATA_AXES
 from megazpp.zero.config import PrecisionConfig, ZeroConfig
 from megazpp.zero.plan import GRADIENT_BLOCK
@@ -47,9 +48,15 @@ LOCAL = functools.partial(DilocoConfig, diloco_steps=4)
 two_nodes = functools.partial(Case, nodes=2)
 
 
-def plan(case: Case, rank: int = 0, *, elastic: bool = False) -> StepSimulator:
-    """Return the simulator of one training step of `case`, for one of four ranks."""
-    cluster = Cluster(num_nodes=case.nodes, ranks_per_node=4 // case.nodes, order=case.order)
+def plan(case: Case, rank: int = 0, *, elastic: bool = False, links: Links | None = None) -> StepSimulator:
+    """Return the simulator of one training step of `case`, for one of four ranks.
+
+    With `links` the ranks are GPUs whose steps take time, otherwise CPUs whose bytes are counted.
+    """
+    device = None if links is None else Device("GPU", 100.0, 80.0, 1000.0)
+    cluster = Cluster(
+        num_nodes=case.nodes, ranks_per_node=4 // case.nodes, order=case.order, links=links, device=device
+    )
     config = ParallelConfig(
         tensor_model_parallel_size=case.tp,
         context_parallel_size=case.cp,
@@ -63,7 +70,8 @@ def plan(case: Case, rank: int = 0, *, elastic: bool = False) -> StepSimulator:
         spec,
         layout,
         rank=rank,
-        on_cpu=True,
+        costs=None if links is None else ClusterCosts(layout, Efficiency()),
+        on_cpu=links is None,
         diloco=diloco_plan(case),
         elastic=elastic,
         muon=case.optimizer if case.optimizer.optimizer == "muon" else None,
@@ -202,6 +210,18 @@ def test_simulated_traffic_with_experts_equals_a_real_steps_except_for_uneven_to
         assert found == counted
         assert len({None if each is None else each.calls for each in uneven}) == 1
         assert (uneven[0] is not None) == (case.ep > 1)
+
+
+def test_gathers_of_a_forward_wait_for_the_previous_backward():
+    """FSDP2's root module makes the streams of gathers wait for the compute stream at the start of a forward."""
+    zero, links = ZeroConfig(zero_quantized_weights=True), Links(domain=Link(100.0), network=Link(1e-4))
+    step = plan(two_nodes(zero=zero, model=LLAMA_STYLE), links=links)
+    simulation, schedule, starts, ends = step._simulation, step._context.reduce_schedule, [], []
+    step.units[0].read = lambda: starts.append(simulation.running.now)
+    told = Mock(wraps=schedule.end_backward, side_effect=lambda: ends.append(simulation.compute.now) or DEFAULT)
+    schedule.end_backward = told
+    step.run(2)
+    assert starts[len(starts) // 2] >= ends[0]
 
 
 # ---- memory of a simulated step -------------------------------------------------------------------------------------
