@@ -143,6 +143,24 @@ class Simulation:
         self.busy = defaultdict(float)
         return moment
 
+    def repeat(self, times: int, began: float, busy: dict[str, float]) -> None:
+        """Advance the clocks of compute and host as if all their work since a moment came `times` more times.
+
+        A host that launches more slowly than the device computes can start with a lead, for example after a wait for
+        the network. The repetitions use up this lead. Then the next simulated work waits for the host.
+
+        Args:
+            times: number of repetitions. They must begin and end as at the end of a backward, when no stream or queue
+                is ahead of the compute stream.
+            began: time of the compute clock at the moment, in seconds.
+            busy: copy of `busy` at the moment.
+        """
+        assert max(clock.now for clock in self._clocks) == self.compute.now, "a stream or queue has pending work"
+        self.compute.now += times * (self.compute.now - began)
+        self._host.now += times * (self.busy["host"] - busy.get("host", 0.0))
+        for key, seconds in self.busy.items():
+            self.busy[key] = seconds + times * (seconds - busy.get(key, 0.0))
+
     @contextmanager
     def on(self, clock: Clock) -> Iterator[None]:
         """Make `clock` the running clock inside the context, so that kernels, collectives and waits advance `clock`."""

@@ -54,9 +54,6 @@ from megazpp.zero.gather import TwoHopGather
 from megazpp.zero.reduce import TwoHopReduce
 
 MASTER_BYTES = 4  # bytes per element of master weights, sharded gradients and moments, which are fp32
-# Maximum number of micro-batches that are simulated: the first, the last, and one that represents all micro-batches in
-# between.
-SIMULATED_MICRO_BATCHES = 3
 NOTHING = Traffic(0, 0)
 HOP_AXES = ("cross", "local", "shard")  # names of the axes that are the first three fields of `CommContext`, in order
 TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and sent bytes by (wire, axis, collective)
@@ -209,28 +206,45 @@ class StepSimulator:
         self._copied_from = self._sent_from = 0
         self._partial_sums_wait = False  # True if partial sums wait for the cross hop at the end of the step
 
-    def run(self, micro_batches: int) -> SimulatedStep:
+    def run(self, micro_batches: int, *, repeats: bool = False) -> SimulatedStep:
         """Simulate an optimizer step of `micro_batches` micro-batches, and return its traffic and seconds.
 
         The schedules of gathers learn the order of the units in the first simulated step. So the seconds of the first
         step differ from later steps.
+
+        Args:
+            micro_batches: number of micro-batches of the step.
+            repeats: True to simulate only one of the micro-batches between the first and the last, which are alike, and
+                to repeat its traffic and seconds for the others.
         """
-        before, start = self.counter.table(), self._simulation.begin_step()
+        simulation, compute = self._simulation, self._simulation.compute
+        before, start = self.counter.table(), simulation.begin_step()
         self._copied_out, self._copied_from, self._sent_from = start, 0, 0
         self._partial_sums_wait = micro_batches > 1 and not self._zero.zero_cross_every_microbatch
         self._open_ledger()
         self._sum_over_data()  # simulates the all-reduce of the step's number of tokens
-        for index in range(micro_batches):
-            last = index == micro_batches - 1
-            for unit in self.units:
-                if isinstance(unit.reduce, TwoHopReduce):
-                    unit.reduce.begin_micro_batch(last=last)
-            self._forward()
-            self._backward(first=index == 0, last=last)
+        self._micro_batch(first=True, last=micro_batches == 1)
+        for left in reversed(range(micro_batches - 2)):
+            began, busy, traffic = compute.now, dict(simulation.busy), self.counter.table()
+            self._micro_batch(first=False, last=False)
+            if repeats:
+                simulation.repeat(left, began, busy)
+                for key, (calls, sent_bytes) in traffic_between(traffic, self.counter.table()).items():
+                    self.counter.add(*key, left * sent_bytes, calls=left * calls)
+                break
+        if micro_batches > 1:
+            self._micro_batch(first=False, last=True)
         self._sum_over_data()  # simulates the all-reduce of the loss
         self._optimizer()
-        traffic = traffic_between(before, self.counter.table())
-        return SimulatedStep(traffic, self._simulation.compute.now - start, self._simulation.busy)
+        return SimulatedStep(traffic_between(before, self.counter.table()), compute.now - start, simulation.busy)
+
+    def _micro_batch(self, *, first: bool, last: bool) -> None:
+        """Simulate forward and backward of a micro-batch, which may be the first or the last one of the step."""
+        for unit in self.units:
+            if isinstance(unit.reduce, TwoHopReduce):
+                unit.reduce.begin_micro_batch(last=last)
+        self._forward()
+        self._backward(first=first, last=last)
 
     def learn_order(self) -> None:
         """Simulate a gather of each unit and an optimizer step, so that the schedules learn the units' order."""
@@ -755,20 +769,11 @@ def expert_axes(layout: Layout) -> tuple[str, str, str]:
 def measure(step: StepSimulator, micro_batches: int) -> SimulatedStep:
     """Return the traffic and seconds of an optimizer step with any number of micro-batches.
 
-    At most three micro-batches are simulated. The micro-batches between the first and the last are alike. Each of them
-    counts as the difference between a step of three and a step of two micro-batches. Before these steps,
-    `StepSimulator.learn_order` lets the schedules of gathers learn the order of the units.
+    At most three micro-batches are simulated. Before the step, `StepSimulator.learn_order` lets the schedules of
+    gathers learn the order of the units.
     """
     step.learn_order()
-    if micro_batches <= SIMULATED_MICRO_BATCHES:
-        return step.run(micro_batches)
-    fewer, more = (step.run(k) for k in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES))
-    times = micro_batches - SIMULATED_MICRO_BATCHES
-    return SimulatedStep(
-        summed((1 + times, more.traffic), (-times, fewer.traffic)),
-        more.seconds + times * (more.seconds - fewer.seconds),
-        {key: seconds + times * (seconds - fewer.busy.get(key, 0.0)) for key, seconds in more.busy.items()},
-    )
+    return step.run(micro_batches, repeats=True)
 
 
 def most_under_way(fragments: Sequence[Sequence[OuterUnit]], plan: DilocoPlan) -> tuple[int, int]:

@@ -40,7 +40,6 @@ from megazpp.parallel.dims import ParallelDims
 from megazpp.planner.estimate import Estimator, build_step_simulator
 from megazpp.planner.simulator import Memory
 from megazpp.planner.step import (
-    SIMULATED_MICRO_BATCHES,
     TrafficTable,
     measure,
     most_under_way,
@@ -202,11 +201,11 @@ def count_step(
             step([task.batch], learning_rate=1.0, weight_decay=0.0, iteration=1)
             if replica_groups is not None:
                 _send_what_is_under_way(replica_groups)
-            # ---- run the counted step. If it has more than SIMULATED_MICRO_BATCHES (3) micro-batches, run two shorter
-            # steps instead, with 2 and with 3 of them. Their difference is the traffic of each further micro-batch
+            # ---- run the counted step. If it has more than 3 micro-batches, run two shorter steps instead, with 2 and
+            # with 3 of them. Their difference is the traffic of each further micro-batch
             micro_batches = plan.batches.num_micro_batches_at(plan.batches.rampup_samples)
-            rest, sent = max(micro_batches - SIMULATED_MICRO_BATCHES, 0), []
-            for count in (SIMULATED_MICRO_BATCHES - 1, SIMULATED_MICRO_BATCHES) if rest else (micro_batches,):
+            rest, sent = max(micro_batches - 3, 0), []
+            for count in (2, 3) if rest else (micro_batches,):
                 before = dims.counter.table()
                 gc.collect()  # free earlier models, whose reference cycles hold tensors that would count as memory
                 live.peak = 0

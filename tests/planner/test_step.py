@@ -212,6 +212,22 @@ def test_simulated_traffic_with_experts_equals_a_real_steps_except_for_uneven_to
         assert (uneven[0] is not None) == (case.ep > 1)
 
 
+@pytest.mark.parametrize("zero", [ALL, ZeroConfig(zero_quantized_weights=True), ZeroConfig(zero_stage=1)])
+@pytest.mark.parametrize("network", [3e-4, 3e-3, 10.0])
+def test_repeated_micro_batches_take_as_long_as_simulated_ones(zero, network):
+    """Compare a step of which few micro-batches are simulated with the same step simulated completely.
+
+    The host launches kernels more slowly than these small layers compute. After a wait for the network it is ahead.
+    """
+    links = Links(domain=Link(100.0), network=Link(network))
+    whole, repeated = (plan(wide(zero=zero, stage=zero.stage, precision=BF16), links=links) for _ in range(2))
+    whole.learn_order()
+    expected, found = whole.run(40), measure(repeated, 40)
+    assert found.traffic == expected.traffic
+    assert found.seconds == pytest.approx(expected.seconds)
+    assert found.busy == pytest.approx(expected.busy)
+
+
 def test_gathers_of_a_forward_wait_for_the_previous_backward():
     """FSDP2's root module makes the streams of gathers wait for the compute stream at the start of a forward."""
     zero, links = ZeroConfig(zero_quantized_weights=True), Links(domain=Link(100.0), network=Link(1e-4))
