@@ -67,7 +67,8 @@ from megazpp.data.dataset import Samples, build_datasets, build_tokenizer, check
 from megazpp.data.identity import describe_samples
 from megazpp.data.tokenizer import Tokenizer
 from megazpp.model.backends import check_device
-from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
+from megazpp.parallel.launch import detect_rank_info, device_type
+from megazpp.parallel.store import RESTART_COUNT
 from megazpp.parallel.worker import worker_process
 from megazpp.run.checkpoint_flags import (
     with_checkpoint_args,

@@ -73,7 +73,8 @@ report_tracebacks()  # tells the other hosts if one of the imports below fails o
 from megazpp.base.program import launched_rank, leave, user_errors
 from megazpp.checkpoint.read import start_of
 from megazpp.model.backends import check_device
-from megazpp.parallel.launch import RESTART_COUNT, detect_rank_info, device_type
+from megazpp.parallel.launch import detect_rank_info, device_type
+from megazpp.parallel.store import RESTART_COUNT
 from megazpp.parallel.worker import worker_process
 from megazpp.planner.config import PlanConfig
 from megazpp.planner.report import print_report, report_parts

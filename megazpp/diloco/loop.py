@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megazpp.diloco.outer import ReplicaGroups
 from megazpp.optim.schedule import TrainingProgress
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.hosts import wait_until
+from megazpp.parallel.store import wait_until
 from megazpp.parallel.timeline import COMPUTE
 from megazpp.parallel.worker import Worker
 from megazpp.training.anomalies import Guard

@@ -19,9 +19,7 @@ import torch.distributed as dist
 from megazpp.base.files import DamagedError
 from megazpp.base.program import JobError, UserError, in_words
 from megazpp.parallel.axis import MeshAxis
-from megazpp.parallel.failure import FirstFailure, store_of
-from megazpp.parallel.hosts import wait_until
-from megazpp.parallel.launch import RankInfo
+from megazpp.parallel.store import FirstFailure, RankInfo, store_of, wait_until
 
 T = TypeVar("T")
 Facts = tuple[str, Mapping[str, str]]  # name of a rank's host, and the rank's values by name

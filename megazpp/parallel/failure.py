@@ -1,123 +1,29 @@
-"""The first failure of a job: the ranks of all hosts learn through the job's store why the job ends.
+"""Failures before a rank has joined its job: tell them to the other hosts, where ranks would wait for this rank.
 
-`FirstFailure` is a record in the store. The first rank that fails claims it, writes its error there, and prints the
-error. The first rank of each other host reads the record and prints it. All other ranks end silently.
-
-| fault                                   | found by                   | claimed in                            |
-|-----------------------------------------|----------------------------|---------------------------------------|
-| wrong flags or files, a missing package | each rank, before it joins | `report_failure`, `report_tracebacks` |
-| flags or versions differ between ranks  | rank 0                     | `call_roll` (agreement.py), worker.py |
-| an exception, or a broken collective    | the rank                   | worker.py                             |
-| a hang                                  | a rank's watchdog          | watchdog.py                           |
-
-A rank that a signal kills can claim nothing. The process that has started it notices this: MegaZ++'s launcher, torchrun
-or srun. With --nnodes the launchers of the hosts tell each other (hosts.py).
+Wrong flags or files may end only the ranks of one host, or a package may be missing there.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
 
-from megazpp.base.address import store_address
 from megazpp.base.command_line import FlagParser, expand_flag_files, split_into_flags
 from megazpp.base.files import HOME
 from megazpp.base.launcher import find_launcher
-from megazpp.base.program import EXIT_ERROR, EXIT_SECONDARY, LAUNCHER_PID, JobError, leave, say
+from megazpp.base.program import EXIT_ERROR, LAUNCHER_PID, JobError, leave
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.hosts import Hosts, host_key, wait_until
-from megazpp.parallel.launch import AGENT_STORE, RESTART_COUNT, RankInfo, hosts_of, open_store
+from megazpp.parallel.hosts import Hosts
+from megazpp.parallel.launch import hosts_of
+from megazpp.parallel.store import CLAIM_SECONDS, FirstFailure, RankInfo, open_store
 
-ANSWER_SECONDS = 10.0  # longest time for which a process that may take the store with it waits for the other ranks
 OPEN_SECONDS = 60.0  # longest time for which a rank that fails before it has joined waits until the job's store exists
-CLAIM_SECONDS = 1.0  # time for the rank that has failed first to claim the record, before other ranks may claim it
-
-
-def store_of(store: dist.Store, use: str) -> dist.Store:
-    """Return the part of the job's store for one use, such as "failure", which is empty after each restart."""
-    return dist.PrefixStore(f"megazpp/{use}/{os.environ.get(RESTART_COUNT, '0')}", store)
-
-
-class FirstFailure:
-    """The record of the job's first failure, by which the ranks of all hosts learn why the job ends.
-
-    Args:
-        store: the job's store.
-        place: this process's rank and the number of ranks.
-        host: name of this host, which may not be unique; None uses the system's host name.
-    """
-
-    def __init__(self, store: dist.Store, place: RankInfo, *, host: str | None = None) -> None:
-        self._store, self._place = store_of(store, "failure"), place
-        self.host, self._key = host or socket.gethostname(), host or host_key()
-
-    @property
-    def is_known(self) -> bool:
-        """True if a rank has written the record."""
-        return self._store.check(["text"])
-
-    def claim(self) -> bool:
-        """Return True if this rank is the first to fail. It then prints its error, and calls `write`."""
-        return self._store.add("claims", 1) == 1
-
-    def write(self, text: str) -> None:
-        """Write the error of the first failure, which the other hosts print."""
-        self._store.set("text", json.dumps([self._key, text]))
-
-    def show_elsewhere(self) -> None:
-        """On the first rank of each host where the failure did not occur, print the record as the reason to end."""
-        key, text = "", f"the connection to rank 0's host ({store_address()}) was lost"
-        # An error means that the process with the store has ended, or that the link to it is down.
-        with contextlib.suppress(Exception):
-            if wait_until(lambda: self.is_known, 2 * CLAIM_SECONDS):
-                key, text = json.loads(self._store.get("text"))
-        if self._place.local_rank == 0 and key != self._key:
-            say(f"\nrank {self._place.rank} on {self.host} ends: {text}")
-
-    @contextlib.contextmanager
-    def ends_this_rank(self) -> Iterator[None]:
-        """Return a context in which this process ends if another rank has failed.
-
-        gloo waits in C++ code until all ranks have connected, and does not notice that one of them has ended. No other
-        thread may use this object's connection to the store.
-        """
-        over = threading.Event()
-
-        def watch() -> None:
-            with contextlib.suppress(dist.DistError):  # the store's process has ended; the watchdog ends this rank
-                while not over.wait(CLAIM_SECONDS / 2):
-                    if self.is_known:
-                        self.show_elsewhere()
-                        self.let_others_read()
-                        leave(EXIT_SECONDARY)
-
-        threading.Thread(target=watch, name="megazpp-first-failure", daemon=True).start()
-        try:
-            yield
-        finally:
-            over.set()
-
-    def let_others_read(self, *, before_start: bool = False) -> None:
-        """Note that this rank has read the record. If the store may end with this process, wait for all other ranks.
-
-        Without a launcher that hosts the store, rank 0's process hosts it. A rank that fails `before_start` waits too:
-        a launcher such as torchrun ends with the store as soon as one of its ranks ends, and slower ranks have not
-        connected. All ranks call this after a failure.
-        """
-        with contextlib.suppress(Exception):  # raised if the store's process has ended; then nobody waits for this rank
-            self._store.add("read", 1)
-            if before_start or (self._place.rank == 0 and os.environ.get(AGENT_STORE) != "True"):
-                wait_until(lambda: self._store.add("read", 0) >= self._place.world_size, ANSWER_SECONDS)
 
 
 def report_failure(error: JobError, argv: Sequence[str]) -> bool:

@@ -4,7 +4,7 @@ The variables that a launcher sets are enough to reject wrong flags before worke
 find out which host they are on and how their GPUs are connected.
 
 Ranks exchange their descriptions through the rendezvous store, which works even if they disagree about devices or back
-ends. The format is JSON, because other processes may be able to write to that store (launch.py).
+ends. The format is JSON, because other processes may be able to write to that store (store.py).
 
 NVLink connections come from NVIDIA's management library (NVML). Without the optional package `nvidia-ml-py` each node
 counts as one fast domain, and a notice says so.
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megazpp.base.flags import wrong_types
-from megazpp.parallel.hosts import kernel_of
+from megazpp.parallel.store import kernel_of
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import ClusterConfig

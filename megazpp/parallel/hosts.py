@@ -22,19 +22,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 
 from megazpp.base.address import Address, is_loopback
 from megazpp.base.program import JobError, say, say_at_terminal
+from megazpp.parallel.store import CONNECT_SECONDS, POLL_SECONDS, FirstFailure, RankInfo, wait_until
 
-POLL_SECONDS = 0.05  # time between two checks in `wait_until`
-CONNECT_SECONDS = 2.0  # limit of one attempt to connect to the store of node 0
 WAIT_SECONDS = 15.0  # time for the other hosts to start, before a launcher prints what may be wrong
 TELL_SECONDS = 20.0  # longest time for which a launcher that fails before it starts workers tries to tell other hosts
 # Longest time for which node 0's launcher, at the end of the job, keeps the store open for launchers that have not left
@@ -43,9 +40,9 @@ END_SECONDS = 10.0
 LOST_SECONDS = 3.0
 KILLED_SECONDS = 0.5  # interval at which node 0 checks whether the processes of another host have been killed
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment variables that select the network interface
-# Keys in the job's store by which launchers inform each other. JOINED, LEFT and FAILED count hosts that have joined,
-# left and failed. REASON has the reason of the first failure, NOTE a text to print when a host has received a signal.
-JOINED, LEFT, REASON, FAILED, NOTE = "joined", "left", "reason", "failed", "note"
+# Keys in the job's store by which launchers inform each other: JOINED and LEFT count hosts that have joined and left,
+# and NOTE is a text to print when a host has received a signal. FAILED is the job's first failure (store.py).
+JOINED, LEFT, NOTE, FAILED = "joined", "left", "note", "failed"
 
 
 @dataclass(kw_only=True)
@@ -60,10 +57,8 @@ class Hosts:
         ranks_per_node: number of ranks on each host.
         patience_seconds: longest time to wait until all hosts have joined.
         name: name of this host in messages.
-        over: reason why the job has ended: a failure that a launcher has written to the store, or a lost connection to
-            the store; None while the job runs.
-        over_at: time, on the clock of `time.monotonic()`, at which this host must end its ranks after the job has
-            ended; infinite while the job runs.
+        over: reason why the job has ended: the first failure if it has occurred on another host, or a lost connection
+            to the store; None while the job runs.
     """
 
     num_nodes: int
@@ -74,7 +69,6 @@ class Hosts:
     patience_seconds: float = 600.0
     name: str = field(default_factory=socket.gethostname)
     over: str | None = None
-    over_at: float = math.inf
 
     def __post_init__(self) -> None:
         self._obstacle = ""  # reason why the last attempt to connect to host 0's store failed; "" before an attempt
@@ -146,16 +140,16 @@ class Hosts:
             f"{self.name} has received {signal_name}: all hosts end; training finishes its step and saves before"
         )
 
-    def end(self, reason: str, *, grace_seconds: float = 0.0, seconds: float = LOST_SECONDS) -> None:
+    def end(self, reason: str, *, seconds: float = LOST_SECONDS) -> None:
         """Leave the job. Host 0, which holds the store, waits up to END_SECONDS until the other hosts have left.
 
         Args:
-            reason: reason for which this host has failed, printed by the other hosts; "" if it has not failed.
-            grace_seconds: time for which the ranks of the other hosts may print details before they are ended.
+            reason: reason for which this host has failed; "" if it has not failed. The other hosts print it, unless a
+                rank of this host has told them the details before.
             seconds: longest time to connect to the store and to write `reason`.
         """
         if reason:
-            self._sent[REASON] = json.dumps([f"{self.name}: {reason}", grace_seconds])
+            self._sent[FAILED] = f"{self.name}: {reason}"
         self._until = time.monotonic() + seconds
         self._leaving.set()
         self._done.wait(max(seconds, END_SECONDS) if self.node_rank == 0 else seconds)
@@ -169,11 +163,6 @@ class Hosts:
         self._start(join=False)
         with contextlib.suppress(KeyboardInterrupt):
             self.end(reason, seconds=TELL_SECONDS)
-
-    @property
-    def is_time_to_end(self) -> bool:
-        """True if the job has ended (`over`), and the time for this host's ranks to print details has passed."""
-        return time.monotonic() > self.over_at
 
     def _waiting(self) -> str:
         """Return a text for the user: which hosts this host waits for or cannot reach, and what may be wrong."""
@@ -202,9 +191,10 @@ class Hosts:
         try:
             root = self._listen() if self.node_rank == 0 else self._connect()
             store = dist.PrefixStore("megazpp/hosts", root)
+            failure = FirstFailure(root, RankInfo(started=False, world_size=self.num_nodes), host=self.name)
             self._connected.set()
             if join:
-                self._join(store)
+                self._join(store, failure)
             # `store.add(key, 0)` reads a counter. `printed` is the last NOTE that this launcher has printed or written.
             printed, expected, checked = "", self.num_nodes, 0.0
             while True:
@@ -215,11 +205,11 @@ class Hosts:
                 if NOTE in self._sent:
                     printed = self._sent.pop(NOTE)
                     store.set(NOTE, printed)
-                if REASON in self._sent and store.add(FAILED, 1) == 1:
-                    store.set(REASON, self._sent.pop(REASON))
-                elif self.over is None and store.check([REASON]):
-                    self.over, grace_seconds = json.loads(store.get(REASON))
-                    self.over_at = time.monotonic() + grace_seconds
+                if FAILED in self._sent:
+                    text = self._sent.pop(FAILED)
+                    if failure.claim():
+                        failure.write(text)
+                self.over = self.over or failure.elsewhere
                 if store.check([NOTE]) and (text := store.get(NOTE).decode()) != printed:
                     printed = text
                     say(text)
@@ -236,7 +226,6 @@ class Hosts:
             self._mistake = mistake
         except RuntimeError:
             self.over = f"{self.name}: the connection to node 0 ({self._first or self.address}, {self.where}) was lost"
-            self.over_at = time.monotonic()
         self._done.set()
 
     def _find_killed(self, store: dist.Store) -> None:
@@ -254,8 +243,9 @@ class Hosts:
         if gone := {node for node in lost if not store.check([f"{LEFT}/{node}"])}:
             self._killed = gone
             names = ", ".join(self._others[node][0] for node in sorted(gone))
-            text = f"{names}: all processes of the job have ended without notice, because they or the host were killed"
-            self._sent.setdefault(REASON, json.dumps([text, 0.0]))
+            if self.over is None:
+                why = "all processes of the job have ended without notice, because they or the host were killed"
+                self.over = self._sent[FAILED] = f"{names}: {why}"
 
     def _listen(self) -> dist.TCPStore:
         """Create the store of the job on this host, which is host 0.
@@ -324,7 +314,7 @@ class Hosts:
             )
         return family, str(number[0])
 
-    def _join(self, store: dist.Store) -> None:
+    def _join(self, store: dist.Store, failure: FirstFailure) -> None:
         """Claim this host's --node-rank in the store, and compare --nnodes and --nproc with host 0's.
 
         Raises:
@@ -340,7 +330,7 @@ class Hosts:
             )
         store.set(f"host/{self.node_rank}", json.dumps(mine))
         # If a host has failed, node 0 may never join. `_exchange` then reads the reason of the failure.
-        wait_until(lambda: store.check(["host/0"]) or store.check([REASON]))
+        wait_until(lambda: store.check(["host/0"]) or failure.is_known)
         if not store.check(["host/0"]):
             return
         if self.node_rank != 0:
@@ -358,31 +348,6 @@ def connected_to(port: int) -> set[str]:
     found = psutil.Process().net_connections("tcp")
     here = [each for each in found if each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED]
     return {each.raddr.ip.removeprefix("::ffff:") for each in here}  # a prefix of IPv4 addresses at an IPv6 socket
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = math.inf) -> bool:
-    """Call `condition` every POLL_SECONDS until it is True or `seconds` have passed, and return its last result."""
-    deadline = time.monotonic() + seconds
-    while not (fulfilled := condition()) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return fulfilled
-
-
-def kernel_of(root: Path = Path("/")) -> tuple[str, int]:
-    """Return the boot ID of the running kernel, and the inode of this process's network namespace.
-
-    They are "" and 0 if the system hides them. `root` is the parent folder of `proc`; tests pass a substitute.
-    """
-    boot_id, namespace = root / "proc/sys/kernel/random/boot_id", root / "proc/self/ns/net"
-    return (
-        boot_id.read_text(encoding="utf-8").strip() if boot_id.exists() else "",
-        namespace.stat().st_ino if namespace.exists() else 0,
-    )
-
-
-def host_key() -> str:
-    """Return a text that is equal in all processes of a host, and differs between hosts that have the same name."""
-    return f"{socket.gethostname()} {kernel_of()}"
 
 
 def interface_of(address: str) -> str | None:

@@ -1,18 +1,4 @@
-"""The start of a job: detect the launcher, open the job's store, and start local workers if no launcher has done so.
-
-| workers started by              | location of the store     | reachable from                                         |
-|---------------------------------|---------------------------|--------------------------------------------------------|
-| no launcher: a single process   | in the process            | nowhere                                                |
-| this program                    | in the launching process  | this machine                                           |
-| this program, with --nnodes     | in node 0's launcher      | the network, at --master-addr (hosts.py)               |
-| torchrun                        | in torchrun               | the network: torch listens on every interface          |
-| srun, mpirun, ..., or manually  | in rank 0, at MASTER_ADDR | the network, or this machine if MASTER_ADDR is loopback|
-
-base/launcher.py lists the environment variables of each launcher. mpirun and similar launchers set no address. If they
-start ranks on several nodes, the user must set MASTER_ADDR and MASTER_PORT.
-
-Security: torch's store has no authentication. Any process that can connect to it can stop the job or join it, so on a
-network it needs a firewall (SECURITY.md).
+"""The start of a job: detect the launcher, and start local workers if no launcher has done so.
 
 This program has its own launcher instead of torch's elastic agent (torchrun) for two reasons. First, after a failure
 the elastic agent ends the other workers with SIGTERM, and waits up to 30 seconds for them. MegaZ++'s workers would use
@@ -32,16 +18,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Self
 
 import torch
-import torch.distributed as dist
 
-from megazpp.base.address import Address, is_loopback, listen, parse_host, parse_port
+from megazpp.base.address import Address, listen, parse_host
 from megazpp.base.files import errors_as
 from megazpp.base.flags import spelling
 from megazpp.base.launcher import LOOPBACK, find_address, find_launcher
@@ -61,7 +44,16 @@ from megazpp.base.program import (
 )
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.forks import Fork, can_fork
-from megazpp.parallel.hosts import CONNECT_SECONDS, POLL_SECONDS, Hosts, wait_until
+from megazpp.parallel.hosts import Hosts
+from megazpp.parallel.store import (
+    AGENT_STORE,
+    CONNECT_SECONDS,
+    POLL_SECONDS,
+    RESTART_COUNT,
+    RankInfo,
+    loopback_store,
+    wait_until,
+)
 
 # A rank whose collective breaks exits with EXIT_SECONDARY. The launcher then waits this long for the rank that failed
 # first to exit, before the launcher ends the job.
@@ -73,29 +65,6 @@ MOST_CPU_WORKERS = 4
 # because an ssh connection ends. Batch systems send one of the last three before they end a job: Slurm the signal that
 # its option --signal names, LSF and Grid Engine SIGUSR2, or SIGXCPU at a limit of CPU time.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-# Environment variable with the number of restarts so far; torchrun and MegaZ++'s launcher both set it.
-RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-# Environment variable with the value "True" if the store is in the launching process, not in rank 0.
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankInfo:
-    """The rank of a process in the job, or the number of workers that the process has to launch.
-
-    Attributes:
-        started: True if this process is a worker itself, False if it has to launch the workers.
-        world_size: number of ranks in the job.
-        rank: this process's rank, 0 if it is not a worker.
-        local_rank: this process's index among the ranks of its node.
-        launched_size: with --nnodes, the number of workers that this process has to launch on its host; otherwise None.
-    """
-
-    started: bool
-    world_size: int
-    rank: int = 0
-    local_rank: int = 0
-    launched_size: int | None = None
 
 
 def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) -> RankInfo:
@@ -132,73 +101,6 @@ def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) 
 def device_type() -> str:
     """Return the device type of this machine's workers, "cuda" or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def loopback_store(listener: socket.socket, *, timeout: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """Return a new TCPStore whose server runs in this process and uses `listener`, a socket at a loopback address.
-
-    Without `listener`, torch's TCPStore would listen on all network interfaces.
-    """
-    host, port = listener.getsockname()[:2]
-    return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-    )
-
-
-def open_store(place: RankInfo, timeout: timedelta, env: MutableMapping[str, str] = os.environ) -> dist.Store:
-    """Create or connect to the store through which the ranks of the job find each other, and return the store.
-
-    Args:
-        place: this process's rank and the number of ranks. A single rank gets a store in its own memory.
-        timeout: timeout of the rendezvous and of the store's operations.
-        env: environment variables. If the launcher has not set MASTER_ADDR and MASTER_PORT, they are added to `env`.
-    Raises:
-        ValueError: MASTER_ADDR or MASTER_PORT is wrong, or the store cannot be reached within `timeout`.
-    """
-    if place.world_size == 1:
-        return dist.HashStore()
-    if (launched := find_launcher(env)) is not None:
-        env.update(find_address(launched, env))
-    host, port = parse_host(env["MASTER_ADDR"], "MASTER_ADDR"), parse_port(env["MASTER_PORT"], "MASTER_PORT")
-    env["MASTER_ADDR"] = host  # torch does not understand the brackets of an IPv6 address
-    if place.rank == 0 and is_loopback(host) and env.get(AGENT_STORE) != "True":
-        return loopback_store(listen(Address(host, port)), timeout=timeout)
-    if place.rank != 0 or env.get(AGENT_STORE) == "True":
-        _wait_for_store(Address(host, port), timeout.total_seconds())
-    store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
-    return store
-
-
-def _wait_for_store(address: Address, seconds: float) -> None:
-    """Wait until the job's store accepts connections.
-
-    Without this wait, torch would print dozens of C++ frames if it cannot reach the store.
-
-    Raises:
-        ValueError: there was no connection within `seconds`.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection(address, CONNECT_SECONDS).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"{socket.gethostname()} has not reached the job's store at MASTER_ADDR {address.host} MASTER_PORT "
-                    f"{address.port} within {seconds:.0f} s: {error.strerror or 'no answer'} (the address is wrong, "
-                    "that machine or the link to it is down, or a firewall there drops the port)"
-                ) from None
-        time.sleep(POLL_SECONDS)
-
-
-def is_on_one_machine(place: RankInfo, env: Mapping[str, str] = os.environ) -> bool:
-    """Return True if environment variables show that all ranks of the job are on this machine.
-
-    Call this after `open_store`, which sets MASTER_ADDR if the launcher has not set it.
-    """
-    local = env.get("LOCAL_WORLD_SIZE") == str(place.world_size)
-    return place.world_size == 1 or local or is_loopback(env.get("MASTER_ADDR", ""))
 
 
 def hosts_of(config: LaunchConfig, nproc: int = 1) -> Hosts | None:
@@ -303,17 +205,17 @@ def launch_workers_of_host(command: Sequence[str], hosts: Hosts, *, end_seconds:
     _divide_cores(hosts.ranks_per_node)
     workers = Workers(command, hosts.ranks_per_node, nodes=hosts.num_nodes, node=hosts.node_rank)
     workers.end_seconds = end_seconds
-    code, reason, told = EXIT_ERROR, "its launcher has failed", False
+    code, reason = EXIT_ERROR, "its launcher has failed"
     with _passing_signals_to(workers.processes, then=hosts.note) as passed:
         try:
-            code, reason, told = _run_on_host(workers, hosts, passed)
+            code, reason = _run_on_host(workers, hosts, passed)
         finally:
             workers.stop()
-            hosts.end(reason, grace_seconds=GRACE_SECONDS if told else 0.0)
+            hosts.end(reason)
     return code
 
 
-def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals]) -> tuple[int, str, bool]:
+def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals]) -> tuple[int, str]:
     """Start this host's workers, watch them, and print how the job has ended.
 
     Args:
@@ -322,13 +224,12 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
         passed: signals that the launcher has forwarded to the workers, a list to which the signal handler of
             `_passing_signals_to` appends.
     Returns:
-        The exit code; the reason for which this host has failed, or ""; and True if a rank of this host has notified
-        the ranks of other hosts, which then print details of the failure.
+        The exit code; and the reason for which this host has failed, or "".
     """
     failures: Mapping[int, int] | None = None
     try:
         workers.start({**hosts.gather(), AGENT_STORE: "True", RESTART_COUNT: "0"})
-        while (failures := workers.failures()) is None and not hosts.is_time_to_end:
+        while (failures := workers.failures()) is None and hosts.over is None:
             time.sleep(POLL_SECONDS)
         # If all failed ranks of this host failed only because a collective broke, a rank of another host has failed
         # first. Wait until the launcher of that host has written the reason to the store.
@@ -337,23 +238,21 @@ def _run_on_host(workers: Workers, hosts: Hosts, passed: Sequence[signal.Signals
             failures = None if hosts.over else failures
     except ValueError as error:
         UserError(str(error)).show()
-        return EXIT_USER_ERROR, str(error), False
+        return EXIT_USER_ERROR, str(error)
     # Another host has failed before the start, or the user has pressed Ctrl-C. The code below prints which of the two.
     except (JobError, KeyboardInterrupt):
         workers.stop()
     if passed:
-        return _ended_by(passed[0]), "" if failures == {} else f"ended by {passed[0].name}", False
+        return _ended_by(passed[0]), "" if failures == {} else f"ended by {passed[0].name}"
     reason = describe_failure(failures) if failures else ""
-    # A failed rank has notified the ranks of other hosts itself, unless a signal has killed it (negative exit code).
-    told = failures is not None and all(code > 0 for code in failures.values())
     if failures and EXIT_USER_ERROR in failures.values():  # the worker has printed its error, so print nothing here
-        return EXIT_USER_ERROR, reason, told
+        return EXIT_USER_ERROR, reason
     if reason or hosts.over:
         say(f"{f'{hosts.name}: {reason}' if reason else hosts.over}; the job is over")
-        return EXIT_ERROR, reason, told
+        return EXIT_ERROR, reason
     if hosts.node_rank != 0:  # only host 0 prints the log, so the others say that the job has ended
         say(f"{hosts.name}: the job has ended without errors")
-    return 0, "", False
+    return 0, ""
 
 
 def _divide_cores(nproc: int) -> None:

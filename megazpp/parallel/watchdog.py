@@ -51,9 +51,7 @@ from megazpp.base.files import cause
 from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave, say
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
-from megazpp.parallel.failure import FirstFailure, store_of
-from megazpp.parallel.hosts import wait_until
-from megazpp.parallel.launch import RankInfo
+from megazpp.parallel.store import FirstFailure, RankInfo, store_of, wait_until
 from megazpp.parallel.timeline import COMPUTE, FILES, STEP, WAIT, Activity, Doing
 from megazpp.topology.layout import Layout
 

@@ -2,10 +2,10 @@
 
 Every worker starts in `worker_process`, no matter which launcher started it, and ends in `leave`:
 
-- One traceback. The first rank that fails claims the failure in the store (failure.py) and prints its traceback. The
-  other ranks, whose collectives then break, exit silently. A rank whose collective breaks waits a second before it
+- One traceback. The first rank that fails claims the failure in the store (store.py) and prints its traceback. The
+  other ranks, whose collectives then break, exit silently. A rank whose collective breaks waits CLAIM_SECONDS before it
   tries to claim the failure, so that the rank that broke the collective comes first. If that rank was killed and cannot
-  claim the failure, the launcher ends the job in this second and names the killed rank.
+  claim the failure, the launcher ends the job in this time and names the killed rank.
 - Safe exit. A worker that succeeds passes a barrier and destroys the process group. Every worker then flushes its
   output and calls `os._exit`, because an ordinary interpreter exit races with gloo's threads and aborts about one run
   in six (torch 2.13).
@@ -56,8 +56,8 @@ from megazpp.base.program import (
 )
 from megazpp.parallel.agreement import call_roll
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.failure import CLAIM_SECONDS, FirstFailure
-from megazpp.parallel.launch import LOOPBACK, RESTART_COUNT, RankInfo, is_on_one_machine, open_store
+from megazpp.parallel.launch import LOOPBACK
+from megazpp.parallel.store import CLAIM_SECONDS, RESTART_COUNT, FirstFailure, RankInfo, is_on_one_machine, open_store
 from megazpp.parallel.watchdog import Watchdog
 
 WAIT_SECONDS = 15.0  # time for the other ranks to start, before a rank prints that it waits for them

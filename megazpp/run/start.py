@@ -44,7 +44,8 @@ from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.environment import prepare_environment
 from megazpp.parallel.failure import report_failure
-from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of, launch_workers, launch_workers_of_host
+from megazpp.parallel.launch import detect_rank_info, hosts_of, launch_workers, launch_workers_of_host
+from megazpp.parallel.store import RankInfo
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.topology.cluster import Cluster
 from megazpp.topology.cluster_file import read_cluster

@@ -18,7 +18,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megazpp.inference import on_checkpoint
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.launch import RankInfo, detect_rank_info
+from megazpp.parallel.launch import detect_rank_info
+from megazpp.parallel.store import RankInfo
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
 

@@ -12,7 +12,7 @@ from megazpp.parallel.axis import MeshAxis, _reduce_scatter_single
 from megazpp.parallel.comm_queue import CommQueue, StreamQueue, ThreadQueue, Work
 from megazpp.parallel.config import ParallelConfig
 from megazpp.parallel.dims import ParallelDims, plan_dims
-from megazpp.parallel.hosts import wait_until
+from megazpp.parallel.store import wait_until
 from megazpp.parallel.timeline import Activity, Timeline
 from megazpp.topology.cluster import Cluster
 

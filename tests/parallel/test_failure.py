@@ -18,9 +18,8 @@ from megazpp.base.launcher import LOOPBACK
 from megazpp.base.program import EXIT_SECONDARY, LAUNCHER_PID, JobError, UserError
 from megazpp.parallel import failure, worker
 from megazpp.parallel.agreement import call_roll
-from megazpp.parallel.failure import FirstFailure, tell
-from megazpp.parallel.hosts import wait_until
-from megazpp.parallel.launch import RankInfo, loopback_store
+from megazpp.parallel.failure import tell
+from megazpp.parallel.store import FirstFailure, RankInfo, loopback_store, wait_until
 
 HOSTS = ("alpha", "alpha", "beta", "beta")
 EQUAL = {"--lr": "0.001", "the version of torch": "2.13"}
@@ -110,7 +109,7 @@ def test_long_lists_of_differences_are_cut():
 @pytest.mark.parametrize("wrong", [{3}, {2, 3}, {0, 1, 2, 3}])
 def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypatch):
     """The other ranks do not wait for the facts of a failed rank. They get its error, with the name of its host."""
-    monkeypatch.setattr(failure, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr("megazpp.parallel.store.ANSWER_SECONDS", 60.0)
     began = time.monotonic()
     found = on_ranks(
         *(partial(fail, "--lr 0x is wrong") if rank in wrong else partial(answer, EQUAL) for rank in range(4))
@@ -133,7 +132,7 @@ def test_rank_that_waits_for_connections_ends_if_another_has_failed(monkeypatch,
         left.append(code)
         raise dist.DistError  # ends the thread
 
-    monkeypatch.setattr(failure, "leave", leave)
+    monkeypatch.setattr("megazpp.parallel.store.leave", leave)
     first, waiting = (
         FirstFailure(store, RankInfo(started=True, world_size=2, rank=rank), host=host)
         for rank, host in enumerate(("alpha", "beta"))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.host_discovery import describe_gpu, describe_host, query_gpu, resolve_cluster, share_survey
-from megazpp.parallel.launch import RankInfo
+from megazpp.parallel.store import RankInfo
 from megazpp.parallel.watchdog import Watchdog
 from megazpp.parallel.worker import Worker
 from megazpp.topology.cluster import Cluster

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from helpers.ports import free_port
 from helpers.refusals import not_refused
 
@@ -16,8 +17,9 @@ from megazpp.base.address import Address, listen
 from megazpp.base.program import JobError
 from megazpp.parallel import failure, hosts
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.hosts import Hosts, wait_until
-from megazpp.parallel.launch import RankInfo, detect_rank_info, hosts_of
+from megazpp.parallel.hosts import Hosts
+from megazpp.parallel.launch import detect_rank_info, hosts_of
+from megazpp.parallel.store import FirstFailure, RankInfo, wait_until
 
 NAMES = ("alpha", "beta", "gamma")
 TWO = {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1"}
@@ -118,6 +120,20 @@ def test_reason_reaches_the_other_hosts():
         wait_until(lambda: here.over is not None, 60)
         assert here.over == "beta: rank 1 was killed by SIGKILL"
         here.end("")
+
+
+def test_failure_of_a_rank_ends_the_other_hosts_but_not_its_own():
+    """A rank prints its error on its own host, whose launcher lets it end by itself."""
+    with connected_hosts() as (here, there, pool):
+        store = dist.TCPStore("127.0.0.1", here.port, is_master=False)
+        rank = FirstFailure(store, RankInfo(started=True, world_size=2, rank=1), host="beta")
+        assert rank.claim()
+        rank.write("rank 1 on beta: a fault")
+        wait_until(lambda: here.over is not None, 10)
+        ended = pool.submit(there.end, "rank 1 ended with exit code 1")
+        here.end("")
+        ended.result()
+        assert (here.over, there.over) == ("rank 1 on beta: a fault", None)
 
 
 def test_killed_host_ends_the_job_with_its_name(monkeypatch):

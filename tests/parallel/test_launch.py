@@ -22,18 +22,10 @@ from torch.distributed import distributed_c10d
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import find_address, find_launcher, first_host
 from megazpp.base.program import BEGAN, EXIT_LATE, LAUNCHER_PID, UserError
-from megazpp.parallel import failure, launch, worker
+from megazpp.parallel import launch, worker
 from megazpp.parallel.config import LaunchConfig
-from megazpp.parallel.failure import FirstFailure
-from megazpp.parallel.launch import (
-    AGENT_STORE,
-    RankInfo,
-    Workers,
-    describe_failure,
-    detect_rank_info,
-    is_on_one_machine,
-    open_store,
-)
+from megazpp.parallel.launch import Workers, describe_failure, detect_rank_info
+from megazpp.parallel.store import AGENT_STORE, FirstFailure, RankInfo, is_on_one_machine, loopback_store, open_store
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
@@ -244,7 +236,7 @@ def test_both_of_two_hosts_with_the_same_name_print_why_the_job_ends(monkeypatch
     monkeypatch.setattr("socket.gethostname", lambda: "ubuntu")
     store = dist.HashStore()
     for rank in (0, 1):
-        monkeypatch.setattr("megazpp.parallel.hosts.kernel_of", lambda rank=rank: ("the boot ID", rank))
+        monkeypatch.setattr("megazpp.parallel.store.kernel_of", lambda rank=rank: ("the boot ID", rank))
         place = RankInfo(started=True, world_size=2, rank=rank)
         worker._report_once(ValueError("a fault"), place, FirstFailure(store, place))
     assert "\nrank 1 on ubuntu ends: rank 0 on ubuntu: a fault\n" in capsys.readouterr().err
@@ -252,13 +244,13 @@ def test_both_of_two_hosts_with_the_same_name_print_why_the_job_ends(monkeypatch
 
 def test_rank_with_the_store_ends_after_the_others_have_read_the_failure(monkeypatch):
     """Without a launcher, rank 0 hosts the store, and the failure is lost for other ranks if rank 0 ends first."""
-    monkeypatch.setattr(failure, "ANSWER_SECONDS", 0.6)
+    monkeypatch.setattr("megazpp.parallel.store.ANSWER_SECONDS", 0.6)
     monkeypatch.delenv(AGENT_STORE, raising=False)
     store, began = dist.HashStore(), time.monotonic()
     first, second = (FirstFailure(store, RankInfo(started=True, world_size=2, rank=rank)) for rank in (0, 1))
     first.let_others_read()
     assert time.monotonic() - began > 0.6  # rank 0 waits for ANSWER_SECONDS, because rank 1 has not read the failure
-    monkeypatch.setattr(failure, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr("megazpp.parallel.store.ANSWER_SECONDS", 60.0)
     began = time.monotonic()
     second.let_others_read()
     first.let_others_read()
@@ -315,7 +307,7 @@ def test_wrong_address_in_the_environment_is_named(variables, problem):
 
 def test_launchers_store_listens_on_loopback_only_and_workers_connect(monkeypatch):
     before = listening()
-    store = launch.loopback_store(listen(Address(launch.LOOPBACK, 0)))
+    store = loopback_store(listen(Address(launch.LOOPBACK, 0)))
     assert listening() - before == {("127.0.0.1", store.port)}
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), AGENT_STORE: "True"}.items():
         monkeypatch.setenv(name, value)

@@ -16,7 +16,8 @@ from helpers.program import run_forked
 from helpers.tool import run_tool
 
 from megazpp.inference import on_checkpoint
-from megazpp.parallel.launch import RankInfo, detect_rank_info
+from megazpp.parallel.launch import detect_rank_info
+from megazpp.parallel.store import RankInfo
 
 
 def losses(output: str) -> list[str]:

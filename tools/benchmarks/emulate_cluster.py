@@ -39,8 +39,8 @@ from megazpp.base.program import begin
 begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also during the imports below
 
 from megazpp.base.program import EXIT_USER_ERROR, MEGA, UserError, end_with, exit_on_signals, flags_of, program
-from megazpp.parallel.hosts import POLL_SECONDS
 from megazpp.parallel.launch import Workers, describe_failure, first_failure
+from megazpp.parallel.store import POLL_SECONDS
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 UNLIMITED = "unlimited"
