@@ -168,7 +168,6 @@ def test_blended_sources_are_split_by_tokens_if_documents_are_too_few(tmp_path):
     assert fit_for_split(sources, ((0.0, 0.5), (0.5, 1.0), (1.0, 1.0))) == sources
 
 
-@settings(max_examples=200)
 @given(lengths=st.lists(st.integers(0, 9), max_size=8), data=st.data())
 def test_token_range_is_a_slice_of_the_concatenated_documents(lengths, data):
     line, ends = list(range(sum(lengths))), list(itertools.accumulate(lengths))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.pairs import Lists
 from helpers.refusals import not_refused
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megazpp.data.gpt_dataset import GPTDataset, Indices, build_indices
@@ -31,7 +31,6 @@ def naive_indices(lengths: Sequence[int], num_samples: int, seq_length: int, see
     return Indices(order, np.array(line[: total * seq_length + 1 : seq_length]), np.concatenate(windows))
 
 
-@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=12),
     num_samples=st.integers(1, 60),

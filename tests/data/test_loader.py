@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.refusals import not_refused
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megazpp.data.loader import BatchLoader, MicroBatch, make_micro_batch
@@ -41,7 +41,6 @@ def naive(samples: torch.Tensor, *, reset_position_ids: bool, reset_attention_ma
     return MicroBatch(tokens, labels, loss_mask, positions, document_starts)
 
 
-@settings(max_examples=200)
 @given(data=st.data(), size=st.integers(1, 4), length=st.integers(1, 9))
 def test_micro_batches_match_the_plain_loop(data, size, length):
     rows = st.lists(st.integers(0, 2), min_size=length + 1, max_size=length + 1)

@@ -76,7 +76,7 @@ def test_axis_groups_partition_ranks_and_differ_in_one_coordinate(layout):
         assert at["shard"] == at["cross"] * layout.local + at["local"]
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(layouts())
 def test_axis_peers_are_as_near_as_possible_and_wires_match_links(layout):
     cluster, size, tp = layout.cluster, layout.cluster.local_domain_size, layout.tp
