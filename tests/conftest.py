@@ -81,7 +81,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
-    gc.set_threshold(10_000)  # Python's default of 700 new objects would take 3 % of the time of tests and rank workers
     gc.enable()
     atexit.register(gc.unfreeze)
     uses_ranks = any(hasattr(getattr(item, "module", None), "ranks") for item in session.items)
