@@ -46,8 +46,11 @@ def train_to(case: Case, home: Path, steps: int, **flags) -> tuple[int, list, di
     lines.
     """
     attempt = open_attempt(case, home, **flags)
-    start, results = attempt.load().iteration, attempt.train(steps)
-    attempt.checkpoints.finish()
+    try:
+        start, results = attempt.load().iteration, attempt.train(steps)
+        attempt.checkpoints.finish()
+    finally:
+        attempt.folder.unlock()  # otherwise a failed attempt keeps the lock until Python collects its reference cycles
     return start, results, attempt.fingerprint(), attempt.lines
 
 
