@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megazpp.base.files import errors_as
 from megazpp.base.flags import as_words, in_use, spelling
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.peft import ALL_LINEAR, SETTINGS, AdapterSettings, default_targets, find_branches, read_adapter
@@ -122,7 +123,9 @@ def with_adapters(lora: LoraConfig, parsed: ParsedRun, earlier: Mapping[str, Any
         theirs["lora_target_modules"] = theirs["lora_target_modules"] and tuple(theirs["lora_target_modules"])
     elif lora.lora_load is not None:
         path = Path(lora.lora_load).expanduser().resolve()
-        found, where = read_adapter(path, parsed.config.model)[0], f"--lora-load {path}"
+        where = f"--lora-load {path}"
+        with errors_as(where):
+            found = read_adapter(path, parsed.config.model)[0]
         theirs = dict(zip(SETTINGS, found, strict=False)) | {"lora_load": str(path)}
         # PEFT's files do not record the bits in which the base was packed, so accept any --base-weight-bits
         theirs["base_weight_bits"] = lora.base_weight_bits

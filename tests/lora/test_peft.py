@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from helpers.training import MIXTURE_STYLE
 from megazpp.convert.huggingface import open_model
 from megazpp.convert.model import HEAD, held, model_shapes
 from megazpp.convert.native import open_checkpoint
-from megazpp.lora.checks import adapter_settings
+from megazpp.lora.checks import adapter_settings, with_adapters
 from megazpp.lora.config import LoraConfig
 from megazpp.lora.peft import (
     CONFIG,
@@ -494,3 +495,9 @@ def test_targets_of_a_mixture_that_peft_could_not_load_are_refused():
         adapter_settings(LoraConfig(lora_r=2, lora_target_modules=(target,)), model)
 
     assert not not_refused(rows, lambda given: check(*given))
+
+
+def test_missing_adapter_is_reported_with_its_flag(tmp_path):
+    parsed = SimpleNamespace(config=SimpleNamespace(model=None))
+    with pytest.raises(ValueError, match=rf"^--lora-load {tmp_path}: .*adapter_config\.json is missing"):
+        with_adapters(LoraConfig(lora_load=str(tmp_path)), parsed, None, "")
