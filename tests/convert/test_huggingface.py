@@ -317,7 +317,7 @@ def test_pickled_file_is_read_as_weights_only(tmp_path, content, capsys):
     assert "must not run" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("zipped", [True, slow(False)])
 def test_old_folders_are_read_like_transformers_reads_them(tmp_path, zipped):
     """Convert old Hugging Face folders, and compare logits with transformers.
 

@@ -662,7 +662,6 @@ def compare_with_plain(name: str, world_size: int, modes: tuple[str, ...]) -> No
 
 
 FIRST = (
-    "forward_in_the_backward_of_another_model",
     "blocks_with_reentrant_checkpoints",
     "used_in_some_micro_batches",
     "zeros_instead_of_missing_gradients",

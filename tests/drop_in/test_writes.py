@@ -215,7 +215,7 @@ def assert_same(losses: list[float], expected: list[float]) -> None:
     assert losses == pytest.approx(expected, rel=rel, abs=0.0)
 
 
-FIRST = ("foreach_copy", "data_assigned", "one_sign", "on_one_rank", "read_in_place")
+FIRST = ("data_assigned", "one_sign", "on_one_rank", "read_in_place")
 
 
 @pytest.mark.parametrize("write", chosen(WRITES, *FIRST))
@@ -357,7 +357,10 @@ def act_alone(config: dict[str, Any] | None, name: str, acting: int) -> list[flo
 
 @pytest.mark.parametrize(
     ("name", "acting", "world_size"),
-    [*((name, number % 2, 2) for number, name in enumerate(ALONE)), slow("write_alone", 3, 4)],
+    [
+        *(slow("probe", 0, 2), ("step_alone", 1, 2), slow("announce_alone", 0, 2)),
+        *(("write_alone", 1, 2), slow("write_alone", 3, 4)),
+    ],
 )
 def test_action_on_one_rank_reaches_all_ranks(name, acting, world_size):
     ranks(world_size).run(alone_as_fsdp2, name, acting)
