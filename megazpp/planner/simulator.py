@@ -243,11 +243,14 @@ class SimulatedQueue(CommQueue):
             after: works that must be done before the task starts.
             since: event of `record_event` from which on the task may start; None for the time of the running clock.
         """
-        self._clock.wait_until(self.record_event() if since is None else since)
-        with self._simulation.on(self._clock):
-            for work in after:
-                work.join()
-            return SimulatedWork(task(), self._clock, self._simulation)
+        simulation, clock = self._simulation, self._clock
+        before, simulation.running = simulation.running, clock  # as by `on`, but twice as fast
+        clock.wait_until(before.now if since is None else since)
+        for work in after:
+            work.join()
+        done = SimulatedWork(task(), clock, simulation)
+        simulation.running = before
+        return done
 
 
 class SimulatedWork(Work[T]):

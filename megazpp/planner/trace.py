@@ -207,9 +207,9 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
     # `kinds` has for each layer of the model the index of the traced layer that has the same parameters.
     kinds = [int(mixed and config.has_experts(index)) for index in range(config.layers)]
     (units, experts), (frozen, _) = (_units(model, kinds, trained=trained) for trained in (True, False))
-    first_layer = functools.partial(re.sub, r"^layers\.\d+\.", "layers.0.")  # maps a name to the name in layer 0
-    partial = {first_layer(name) for name in partial_parameters(model)}
-    exact = {first_layer(name) for name, _, _, spec in owned_parameters(model) if spec.exact}
+    partial = {_in_first_layer(name) for name in partial_parameters(model)}
+    exact = {_in_first_layer(name) for name, _, _, spec in owned_parameters(model) if spec.exact}
+    matrices = layer_matrices(model, inputs.tp, inputs.ep)
     # With --recompute-method block, layer 0 was traced with recomputation and layer 1 without it. `like` has for each
     # layer of the model the index of the traced segment that equals the layer's.
     twice = shape.layers > 1 and config.recompute_method == "block"
@@ -226,17 +226,23 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
         },
         units=units,
         frozen=frozen,
-        partial=[(name, shape) for unit in units for name, shape in unit if first_layer(name) in partial],
+        partial=[(name, shape) for unit in units for name, shape in unit if _in_first_layer(name) in partial],
         matrices=tuple(
             matrix._replace(name=matrix.name.replace(f"layers.{kind}.", f"layers.{index}.", 1))
             for index, kind in enumerate(kinds)
-            for matrix in layer_matrices(model, inputs.tp, inputs.ep)
+            for matrix in matrices
             if matrix.name.startswith(f"layers.{kind}.")
         ),
         tied=config.tied,
         experts=experts,
-        exact=frozenset(name for unit in units for name, _ in unit if first_layer(name) in exact),
+        exact=frozenset(name for unit in units for name, _ in unit if _in_first_layer(name) in exact),
     )
+
+
+@functools.cache
+def _in_first_layer(name: str) -> str:
+    """Return the name that the parameter `name` of any layer has in layer 0."""
+    return re.sub(r"^layers\.\d+\.", "layers.0.", name)
 
 
 @functools.cache
