@@ -159,14 +159,17 @@ def check_reward_functions(config: RewardConfig) -> None:
     """Check before workers start that the modules of --reward-funcs exist, without running their code.
 
     Raises:
-        ValueError: a file is missing or has a syntax error, or a module is not installed.
+        ValueError: a file is missing, has a syntax error or does not contain the function's name, or a module is not
+            installed.
     """
     for value in config.reward_funcs:
-        module_name = value.rpartition(":")[0]
+        module_name, _, name = value.rpartition(":")
         path = find_file(module_name)
         with _importing(value):
             if path.suffix == ".py":
-                compile(path.read_bytes(), path, "exec", dont_inherit=True)
+                compile(source := path.read_bytes(), path, "exec", dont_inherit=True)
+                if name.encode() not in source and b"import *" not in source:
+                    raise AttributeError(f"the module has no function {name}")
             elif importlib.util.find_spec(module_name.partition(".")[0]) is None:
                 raise ModuleNotFoundError(f"No module named {module_name!r}")
 

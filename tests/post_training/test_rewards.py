@@ -122,9 +122,9 @@ def test_function_that_cannot_be_imported_is_named(file, tmp_path):
         ("gone:f", "ModuleNotFound"),
         (f"{tmp_path}/syntax.py:f", "SyntaxError"),
         ("gone.part:f", "given as gone.part.py:f"),
+        (f"{file}:missing", "has no function missing"),
     ]
     run = [
-        (f"{file}:missing", "has no function missing"),
         (f"{file}:value", "no function value"),
         (f"{tmp_path}/broken.py:f", "ZeroDivisionError"),
     ]
