@@ -251,6 +251,9 @@ class StepSimulator:
         gathers = [unit for unit in self.units if isinstance(unit.gather, TwoHopGather)]
         for unit in gathers:
             unit.gather(unit.whole, unit.shard, unit.axis.group)  # type: ignore[arg-type, misc]
+            unit.is_sharded = False  # so that the gathers of other units do not look for changed weights of this unit
+        for unit in gathers:
+            unit.is_sharded = True
         if gathers:
             self._optimizer()
 
