@@ -41,7 +41,7 @@ from megazpp.zero.gather import CountedGather, TwoHopGather
 from megazpp.zero.reduce import SummingReduce, TwoHopReduce
 from megazpp.zero.sharding import make_comms
 from megazpp.zero.units import Fingerprint, Unit, UnitParameter
-from megazpp.zero.wire import ROOM, Codec, LosslessCodec, own_rows, plan_segments
+from megazpp.zero.wire import ROOM, Codec, LosslessCodec, Segment, own_rows, plan_segments
 
 T = TypeVar("T")
 Parameters = Sequence[tuple[str, tuple[int, ...]]]  # names and shapes of parameters on one tensor-parallel rank
@@ -465,17 +465,14 @@ class SimulatedUnit(Unit):
     def __init__(self, parameters: Parameters, axis: MeshAxis, *, exact: Collection[str] = ()) -> None:
         num_ranks = axis.size
         # The parameters are renamed by their index, so that layers of equal shapes have equal arguments of the cached
-        # `_plan_segments`, which plans the messages of all these layers once.
+        # functions, which run once for all these layers.
         numbered = tuple((str(i), shape) for i, (_, shape) in enumerate(parameters))
         exact = frozenset(str(i) for i, (name, _) in enumerate(parameters) if name in exact)
         segments = _plan_segments(numbered, num_ranks, exact=exact)
-        found = tuple(
-            UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape) for name, shape in parameters
-        )
-        super().__init__(modules=(), parameters=found, segments=segments, num_shards=num_ranks)
+        super().__init__(modules=(), parameters=_listed(numbered), segments=segments, num_shards=num_ranks)
         self.size = segments[-1].stop if segments else 0  # there are no segments if all parameters are frozen
-        self.elements = sum(math.prod(shape) for _, shape in parameters)
-        self.axis, self.shapes = axis, tuple(own_shapes(parameters, num_ranks, axis.rank))
+        self.elements = _num_elements(numbered)
+        self.axis, self.shapes = axis, _own_shapes(numbered, num_ranks, axis.rank)
         self.version, self.gathered, self.reduced = 0, False, False
         self.ready: float | None = None
         self.read: Callable[[], None] = lambda: None
@@ -533,6 +530,9 @@ class SimulatedUnit(Unit):
     def trained(self) -> tuple[int, ...]:
         return tuple(range(len(self.parameters)))
 
+    def segments_of(self, indices: Sequence[int]) -> tuple[Segment, ...]:
+        return self.segments  # a simulated backward computes gradients for all parameters
+
     def has_gradients(self, indices: Sequence[int]) -> bool:
         return self.reduced
 
@@ -541,8 +541,8 @@ class SimulatedUnit(Unit):
     ) -> None: ...
 
 
-def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shape of a rank's shard of each parameter, without padding.
+def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of a rank's shard of each parameter, without padding.
 
     FSDP2 splits the first dimension.
 
@@ -551,8 +551,22 @@ def own_shapes(parameters: Parameters, num_ranks: int, rank: int) -> Iterator[tu
         num_ranks: number of ranks over which FSDP2 shards.
         rank: index of the rank among these ranks.
     """
-    for _, shape in parameters:
-        yield own_rows(shape[0] if shape else 1, num_ranks, rank), *shape[1:]
+    return tuple((own_rows(shape[0] if shape else 1, num_ranks, rank), *shape[1:]) for _, shape in parameters)
+
+
+_own_shapes = functools.cache(own_shapes)
+
+
+@functools.cache
+def _listed(parameters: Parameters) -> tuple[UnitParameter, ...]:
+    """Return the fields of each parameter of a simulated unit, which belongs to no module."""
+    return tuple(UnitParameter(name=name, module=_NOWHERE, attribute="", shape=shape) for name, shape in parameters)
+
+
+@functools.cache
+def _num_elements(parameters: Parameters) -> int:
+    """Return the number of elements of all parameters together."""
+    return sum(math.prod(shape) for _, shape in parameters)
 
 
 class SimulatedCodec(Codec):
