@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 pretrain_gpt.py @configs/...    workers that torchrun (or srun) starts
 
 `main` is the program from top to bottom. The process that a user starts checks flags and files, and starts the workers.
-Each worker runs the same `main`, makes the same checks, and then trains.
+Each worker runs the same `main`, checks the flags again for the nodes that it discovers, and then trains.
 """
 
 from __future__ import annotations

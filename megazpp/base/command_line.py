@@ -406,7 +406,7 @@ def _refusal(given: Given, flag: MegatronFlag) -> str | None:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formatter of --help: lines have at most 110 characters, and no line breaks inside a flag."""
+    """Formatter of --help: lines have at most 110 characters, and are not broken at the hyphens inside a flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=110, max_help_position=40)
@@ -460,7 +460,7 @@ def _add_flag(
         settings["action"] = _OffSwitch if default is False else argparse.BooleanOptionalAction
     else:
         metavar = spec.metavar or ("PATH" if field.name.endswith(PATH_ENDS) else None)
-        # If the default is the empty text, this is a valid value.
+        # `checked_path` rejects the empty text, so a path field whose default is the empty text is not checked.
         settings |= _one_value(parts, optional, metavar, is_path=default != "" and field.name.endswith(PATHS))
     return group.add_argument(flag_name(field), *spec.aliases, **settings), optional
 

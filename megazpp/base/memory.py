@@ -23,7 +23,10 @@ class MemoryBytes(NamedTuple):
 
 
 def host_memory(root: Path = Path("/")) -> MemoryBytes:
-    """Return the memory of this machine, or of this process's cgroup if that has less.
+    """Return the total memory that this process may use, and the memory that it can still allocate.
+
+    Each of the two numbers is the smallest one among the machine and all cgroups that contain this process and have a
+    limit.
 
     Args:
         root: parent folder of `proc` and `sys`; tests pass a substitute.
@@ -36,7 +39,8 @@ def host_memory(root: Path = Path("/")) -> MemoryBytes:
 def _limits(root: Path) -> Iterator[MemoryBytes]:
     """Yield the memory of each cgroup with a limit: this process's cgroup and the groups that contain it.
 
-    In a container the mounted folder may be this process's cgroup itself, and lack the path in /proc/self/cgroup.
+    In a container, the folder at which the cgroups are mounted may be this process's cgroup itself. The path of the
+    cgroup in /proc/self/cgroup then does not exist below this folder, and only the limit of the folder itself is found.
     """
     lines = (root / "proc/self/cgroup").read_text().splitlines() if (root / "proc/self/cgroup").exists() else []
     paths = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}

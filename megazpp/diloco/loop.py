@@ -3,7 +3,7 @@
 Between two synchronizations, the replica groups of DiLoCo do not communicate. Two decisions concern all ranks: to stop,
 and to end the job because of a NaN or Inf. The ranks make these decisions after steps at which groups merge new outer
 weights into their inner weights, because the groups wait for each other there anyway. Until then, a group whose loss or
-gradient norm is not finite skips its update. A stop signal moves the next such step forward (`EarlyStop`).
+gradient norm is not finite skips its update. After a stop signal, the groups synchronize earlier (`EarlyStop`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ STOP_POLL_SECONDS = 1.0  # interval at which a rank reads in the store whether a
 class EarlyStop:
     """The agreement of all ranks on a step at which groups synchronize early, because a rank has to stop.
 
-    A thread of each rank asks the job's store whether a rank has to stop. If so, the thread writes to the store the
-    number of the step that this rank has begun. The largest of these numbers is the step after which all groups
-    synchronize and stop. A rank that has taken the step whose number its thread has written waits for the numbers of
-    all ranks before it begins another step. This wait ends, because the threads write without waiting for a collective.
+    A thread of each rank checks the stop conditions of its rank, and reads in the job's store whether another rank has
+    to stop. Once any rank has to stop, the thread of each rank writes to the store the number of the step that its rank
+    has begun. The largest of these numbers is the step after which all groups synchronize and stop.
+
+    A rank that has taken the step whose number its thread has written waits for the numbers of all ranks before it
+    begins another step. This wait ends, because the threads write without waiting for a collective.
 
     Args:
         stops: stop signal and time limit of this rank.
@@ -50,6 +52,8 @@ class EarlyStop:
         # `clone` opens a second connection, because another thread may be blocked in a call on the first one
         self._store = dist.PrefixStore(f"megazpp/early_stop/{worker.restarts}", store.clone())
         self._mine, self._keys = str(worker.rank), [str(rank) for rank in range(worker.world_size)]
+        # `_begun`: number of the step that this rank has begun. The thread sets `_written` to True just before it
+        # writes this number to the store. From then on `_begun` stays the same. The lock protects both attributes.
         self._lock, self._begun, self._written = threading.Lock(), 0, False
 
     def begin(self, progress: TrainingProgress) -> TrainingProgress:
@@ -74,7 +78,10 @@ class EarlyStop:
         return iteration == max(int(self._store.get(key)) for key in self._keys)
 
     def _ask(self, poll_seconds: float) -> None:
-        """Ask the store until a rank has to stop, and then write the step that this rank has begun."""
+        """Wait until this rank or another one has to stop, and write to the store the step that this rank has begun.
+
+        This is the body of the thread. It reads the store every `poll_seconds`.
+        """
         with contextlib.suppress(dist.DistError):  # the process that hosts the store has ended
             while not (self._stops.wants_to_stop or self._store.check(["stop"])):
                 time.sleep(poll_seconds)
@@ -127,8 +134,8 @@ class LocalSteps:
         self._losses, self._steps = launched.loss + self._losses.to(launched.loss.device), self._steps + 1
         last = last or self._early.is_at(iteration)
         meets = last or replica_groups.meets_at(iteration)
-        # All groups wait for each other at this step. Sum over all ranks: the mean loss since the last such step, and
-        # whether a group has seen a NaN or Inf.
+        # If all groups wait for each other at this step, sum two numbers over all ranks: 1 for a rank whose guard has
+        # seen a NaN or Inf, and the mean loss of the rank's group since the last such step.
         if meets:
             launched.check()  # wait for this step's results, so that the guard has checked this step too
             world = self._dims.world

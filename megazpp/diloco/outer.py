@@ -355,7 +355,8 @@ class ReplicaGroups:
     def _as_owned(self, unit: OuterUnit, owned: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (parameter name, DTensor) for each parameter of a unit, as views of outer weights or momentum.
 
-        The rows of a parameter on this rank are split once more, over the replica groups.
+        A parameter is sharded by rows over the ranks of a group. For outer weights and momentum, the rows of each shard
+        are split once more, over the replica groups.
 
         Args:
             unit: DiLoCo's state of the sharding unit.

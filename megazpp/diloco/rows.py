@@ -77,7 +77,7 @@ class OuterRows:
         raise NotImplementedError
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Pack this group's outer gradient, which is R minus the inner weights, times `weight`.
+        """Multiply this group's outer gradient (R minus the inner weights) by `weight`, and pack it into messages.
 
         Args:
             weight: scalar tensor, the weight of this group in the mean over groups.
@@ -160,7 +160,7 @@ class WholeRows(OuterRows):
     """Elastic DiLoCo's state of one sharding unit, with all outer weights and momentum of this rank's shard.
 
     In elastic DiLoCo each replica group is a separate job that may leave, so outer states are not split over groups. G
-    is the nominal number of groups, whatever number of them takes part.
+    is the nominal number of groups, also while another number of groups takes part.
 
     Attributes:
         outer: [G, S] fp32 outer weights, S elements for each of G replica groups.

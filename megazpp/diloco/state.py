@@ -1,4 +1,4 @@
-"""Tensors that a checkpoint of a DiLoCo run has in addition to the keys of checkpoint/state.py, and how they load:
+"""The tensors that differ between the checkpoints of a DiLoCo run and of a run without DiLoCo (checkpoint/state.py):
 
     model.{parameter}                    holds the outer weight, sharded over all ranks of all groups
     diloco.momentum.{parameter}          the parameter's outer momentum, sharded like the outer weight
@@ -6,8 +6,8 @@
     replica_group.{i}.inner.{parameter}  inner weights of group i, sharded like R
     replica_group.{i}.counts             `ReplicaGroups.counts` of group i
     replica_group.{i}.values             loss scale and recent losses of group i
-    replica_group.{i}.optimizer.*        moments of group i
-    replica_group.{i}.secondary.*        secondary partition of group i
+    replica_group.{i}.optimizer.*        moments of group i, except for the first group, whose i is 0
+    replica_group.{i}.secondary.*        secondary partition of group i, except for the first group
 
 Moments and secondary partition of the first group have the keys of a run without DiLoCo, optimizer.* and secondary.*.
 So a run without DiLoCo can read the outer weights and the first group's moments. If a resumed run has another number of

@@ -321,7 +321,15 @@ class Agent:
             self._report()
 
     def _report(self) -> None:
-        """Send a complete report of this rank to the coordinator, if it is connected; see `Agent` for the content."""
+        """Send a complete report of this rank to the coordinator, if this rank is connected to it.
+
+        The report has the attributes REPORTED, which `Agent` describes, and these entries:
+
+            published    descriptions of this group's contributions that no commit has merged yet, by id
+            have         ids of the contributions of which this rank has its message
+            unreached    by name of a group: why this rank's last connection to this group failed
+            address      address at which this rank serves messages to other groups
+        """
         with self._changed:
             channel = self._channel
             report = {name: getattr(self, name) for name in REPORTED}

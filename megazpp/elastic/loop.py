@@ -183,15 +183,16 @@ class ElasticLoop:
         self._cell = [column, step + 1, stop] if step + 1 < stop else None
         goes_on, leaves, self._live, self._cell = self._axis.share_object(self._decide())
         self._last_step_at = time.monotonic()  # after `_decide`, whose wait for samples is not part of a step
-        # The outer step that follows an earlier contribution of this group is merged `delay` training steps after that
-        # contribution was published, but before the group publishes its next contribution.
+        # Merge the outer step that follows this group's earlier contribution `delay` training steps after the group has
+        # published that contribution, or at the end of this interval if that comes first.
         if self._published is not None and (self._steps >= self.outer.plan.delay or not goes_on):
             self._merge(progress, leaves=leaves)
         if goes_on:
             return self._progress(progress), False
         launched.check()
-        # The group leaves while an earlier contribution still waits for its commit. A group can publish a contribution
-        # only after the commit of its previous one, so it cannot publish its last steps.
+        # If an earlier contribution still waits for its commit here, the group leaves, and `_merge` has given up after
+        # LEAVING_SECONDS. A group can publish a contribution only after the commit of its previous one, so this group
+        # cannot publish its last steps.
         if self._published is not None:
             self._say(f"{self._steps} steps of this group are not published; others will train their samples again")
             return self._progress(progress), True
@@ -344,7 +345,8 @@ class ElasticLoop:
     def _await_cell(self, progress: TrainingProgress) -> None:
         """Wait until the coordinator leases a cell to this group, and apply new commits of the run meanwhile.
 
-        At the end of the run no cell comes. The group then publishes its last steps, and returns without a cell.
+        If no cell is free and the group has steps that it has not published, it publishes them, because the run cannot
+        end without them. The method returns without a cell at the end of the run, and after a stop signal.
         """
         while self._cell is None:
             self._cell = self._axis.share_object(
@@ -554,7 +556,7 @@ class ElasticLoop:
     def _agreed(self, ready: Callable[[Record], Any]) -> Any:
         """Wait until `ready` returns a true value for rank 0's state of the run, and return that value on all ranks.
 
-        A `ready` whose result may be false, such as version 0 or False, returns it inside a tuple, which is true.
+        If a valid result may be false, such as version 0 or False, `ready` must return it in a tuple, which is true.
         """
         # The other ranks wait in a collective for rank 0's value, and a collective may time out. So rank 0 shares None
         # after POLL_SECONDS without a value, and all ranks wait again.

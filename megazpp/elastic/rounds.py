@@ -357,7 +357,8 @@ class Rounds:
     def disconnect(self, name: str, incarnation: str, rank: int, now: float, why: str = "connection lost") -> None:
         """Register that the connection of a rank to the coordinator has ended, for the reason `why`.
 
-        The rank's group is removed from the run unless the rank connects again within BLIP_SECONDS.
+        The rank's group is removed from the run unless the rank connects again within BLIP_SECONDS. After a restart or
+        a suspension of the coordinator, the rank has at least the time that `wake` gives.
         """
         group = self.groups[name]
         if group.incarnation == incarnation:
@@ -371,7 +372,7 @@ class Rounds:
             group.deadline, group.since, group.moved = self._hold_until, now, (group.moved[0], now)
 
     def report(self, name: str, rank: int, report: Record, now: float) -> None:
-        """Store a rank's report, which replaces the rank's earlier reports; `Agent._report` lists its content."""
+        """Store a rank's report, which replaces the rank's earlier reports; see `Agent._report` for its content."""
         group = self.groups[name]
         group.reports[rank] = report
         if report["leaves"]:
@@ -442,7 +443,10 @@ class Rounds:
         self._say(f"group {name} is out: {why}{returned}", returned=steps)
 
     def _end_unreachable(self, now: float) -> None:
-        """Remove a group from the run if no other group can fetch its contributions, which would never be merged."""
+        """Remove a group from the run if no other group can fetch its contributions, which no commit could merge.
+
+        This happens REACH_SECONDS after the group has published such a contribution.
+        """
         for entry in list(self.pool.values()):
             name, others = entry["group"], self.live - {entry["group"]}
             published_at = self._published_at.setdefault(entry["cid"], now)
@@ -461,15 +465,15 @@ class Rounds:
         """Start the run with the groups that have connected; call this while the run has no member.
 
         A run that all members have left continues from the newest version of the outer weights that a connected group
-        has, for example from a checkpoint. The start waits for the nominal number of groups until the first of the
-        connected groups has been connected for ASSEMBLY_SECONDS.
+        has, for example from a checkpoint. The run starts when the nominal number of groups is connected, or at the
+        latest when the group that connected first has been connected for ASSEMBLY_SECONDS.
         """
         whole = {
             name: group for name, group in self.groups.items() if group.status == "joining" and self._is_whole(group)
         }
         starts = {name: group.version for name, group in whole.items() if group.version is not None}
-        # The ASSEMBLY_SECONDS begin when the first of the groups that now wait for the start has connected. The time at
-        # which a group connected that has left is ignored, because it would shorten the wait of the other groups.
+        # ASSEMBLY_SECONDS count from the time at which the first of the groups in `whole` connected. A group that has
+        # connected earlier and left again is ignored, because its earlier time would shorten the others' wait.
         waited = now > min((group.since for group in whole.values()), default=now) + ASSEMBLY_SECONDS
         if not starts:
             if whole and (len(whole) >= self.rules.groups or waited):
@@ -535,10 +539,11 @@ class Rounds:
         """Commit an outer step, unless the round still waits for contributions or for the fetches of their messages.
 
         A contribution has arrived when another group has fetched it. A round waits for the contributions of all groups
-        that train, and until all live groups have fetched them. Once a quorum of groups has contributed whole
-        intervals, or all groups have contributed, the round waits only during the grace. The commit then merges the
-        arrived contributions that one live group has: the group that has most of them. If any other group dies, the new
-        version can still be computed from the messages of this group.
+        that train, and until all live groups have fetched them. Once a quorum of groups has each contributed at least
+        the fraction WHOLE of an interval, or all groups have contributed, the round waits only during the grace.
+
+        The commit then merges the arrived contributions that one live group has: the group that has most of them. If
+        any other group dies, the new version can still be computed from the messages of this group.
         """
         safe = [entry for entry in self.pool.values() if self._is_safe(entry)]
         if not safe and not self.closing:  # the run ends after a last commit of each fragment, even without samples
@@ -550,6 +555,7 @@ class Rounds:
         missing -= {entry["group"] for entry in fresh}
         if self._quorum_at is None and (len(whole) >= self._quorum() or not missing):
             self._quorum_at = now
+        # Each outer step changes one fragment, so it can merge only contributions to this fragment, fresh or late ones.
         due = [entry for entry in safe if (self.version - entry["base"]) % self.rules.fragments == 0]
         due.sort(key=lambda entry: (entry["slot"], entry["base"], entry["cid"]))  # all ranks sum in this order
         held = [[entry for entry in due if self._holds(name, entry["cid"])] for name in sorted(self.live)]
@@ -628,6 +634,7 @@ class Rounds:
         """Apply a record to the state of the elastic run: a new record, or after a restart one from the journal."""
         match record:
             case {"run": facts, "rules": rules}:
+                # After the first commit, only the steps that a larger --train-iters adds to each column become free.
                 before = self.rules.iterations if self.commits else 0
                 self.facts, self.rules, self._fingerprints = facts, Rules(*rules), {}
                 if not self.commits:  # forget the samples and contributions of earlier groups, which had other rules
@@ -713,7 +720,10 @@ class Rounds:
         return len(last) == self.rules.fragments and last[0]["merged"] == self._all_steps
 
     def _quorum(self) -> int:
-        """Return the number of groups after whose contributions of whole intervals the grace of a round begins."""
+        """Return how many groups must have contributed at least WHOLE of an interval before a round's grace begins.
+
+        Without --diloco-quorum this is half of the live groups, rounded up.
+        """
         return self.rules.quorum or max(1, (len(self.live) + 1) // 2)
 
     def _grace(self) -> float:
@@ -748,9 +758,10 @@ class Rounds:
     def _saves_last(self, name: str) -> bool | None:
         """Return True if the group `name` leaves, and no other live group can save the outer weights into its folder.
 
-        That is the case if each other live group that saves into this folder leaves too, and has reported so before
-        this group or has an older version. So of all groups that leave, at least the one that reported this last saves.
-        The result is None at the end of the run while other groups with this folder still train or save.
+        That is the case if each other live group that saves into this folder leaves too, and either has reported this
+        no later than the group `name`, or has an older version. So of all groups that leave, at least the group that
+        reported this last saves. If another live group with this folder does not leave yet, the result is None (not
+        decided) for a group that leaves at the end of the run, and False otherwise.
         """
         group, others = self.groups[name], [self.groups[other] for other in self.live - {name}]
         others = [other for other in others if other.saves == group.saves]
@@ -774,8 +785,9 @@ class Rounds:
     def _has_backlog(self, name: str) -> bool:
         """Return True if more contributions of the group `name` wait for a commit than the model has fragments.
 
-        If other groups fetch them more slowly than the group trains, all fetches share its link, and the contributions
-        would become so late that their weight vanishes.
+        This happens if the other groups fetch the contributions more slowly than the group trains. The group then gets
+        no samples (`_grant`). Otherwise more and more fetches would share the group's link, and its contributions would
+        become so late that their weight vanishes.
         """
         return sum(entry["group"] == name for entry in self.pool.values()) > self.rules.fragments
 

@@ -94,9 +94,8 @@ class WholeOuterWeights(Weights):
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         """Set this group's outer weights and R to the loaded weights.
 
-        R is the copy of the outer weights from which inner weights start. It differs from the outer weights by the last
-        rounding errors of quantization. If the checkpoint also contains R, `WholeOuterState` later replaces R by the
-        checkpoint's.
+        R is the copy of the outer weights from which inner weights start. R differs from the outer weights by the last
+        rounding errors of quantization. If the checkpoint also contains R, `WholeOuterState` later loads R from it.
 
         Returns:
             notes for the log about values that the checkpoint does not have.

@@ -227,9 +227,10 @@ class HostMemory(DeviceStates):
     def norms(self, tp: MeshAxis) -> dict[str, torch.Tensor]:
         """Complete the step's gradients, and return the L2 norm of this rank's shard of each gradient.
 
-        Call this method on all ranks after the last backward of a step. The gradients of the parameters in `partial`
-        are partial on each tensor-parallel rank, so the method sums them over `tp`. The norms are fp32 scalars on the
-        device, by parameter name.
+        Call this method on all ranks after the last backward of a step. For the parameters in `DeviceStates.partial`,
+        each tensor-parallel rank has only a partial sum of the gradients, so the method sums them over `tp`.
+
+        The result has fp32 scalars on the device, by parameter name.
         """
         found, late = dict[str, torch.Tensor](), list[tuple[str, torch.Tensor, torch.Tensor]]()
         for shard in self.shards:
@@ -279,7 +280,7 @@ class HostShard:
             the sum).
         gradients: [S] fp32 buffer in host memory. It begins with the current step's gradients of the trained parameters
             only; the rest is unused.
-        partial_sums: [N S] partial sums of gradients over N nodes, in host memory; only with
+        partial_sums: [N * S] partial sums of gradients in host memory, S elements for each of N nodes; only with
             --zero-offload-partial-sums.
     """
 

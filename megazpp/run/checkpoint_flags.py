@@ -172,6 +172,7 @@ def with_checkpoint_tokenizer(parsed: ParsedRun, record: CheckpointMetadata, fol
         found = dataclasses.replace(found, eos_token=given.eos_token)
         names.discard("eos_token")
     parsed = parsed.with_checkpoint(names, notices, tokenizer=found)
+    # `tokenizer` was loaded with the settings `opened`. If the final settings differ, the program must load it again.
     return parsed._replace(tokenizer=tokenizer if found == opened else None)
 
 

@@ -227,8 +227,8 @@ def start_workers(place: RankInfo, launch: LaunchConfig, main: Callable[[], int]
 def hold_run_dir(parsed: ParsedRun) -> None:
     """Choose the run folder before workers start if this process may restart them, so that all attempts share it.
 
-    The launching process calls this after all checks. The name of the folder is put into the environment variable
-    RUN_DIR. Nothing happens if --run-dir names the folder or if --max-restarts is 0.
+    The launching process calls this after all checks. The workers find the folder's path in the environment variable
+    MEGAZPP_RUN_DIR. Nothing happens if --run-dir names the folder or if --max-restarts is 0.
     """
     config = parsed.config
     if config.launch.max_restarts and config.tracking.run_dir is None and LAUNCHER_PID not in os.environ:

@@ -85,7 +85,8 @@ class PatchReader:
             return None
         chain, weights, patches = _newest_chain(self._folder)
         # Steps from which patches could lead to `step`: the step of this reader's weights if they belong to the newest
-        # chain, and then the steps with `weights` files, the newest first
+        # chain, and then the steps with `weights` files, the newest first. If the files of the reader's own step still
+        # exist, they must be the files that the reader has read.
         known: list[int] = []
         if self.step is not None and chain == self._chain:
             paths = patches.get(self.step) or weights.get(self.step)
