@@ -145,7 +145,7 @@ def find_address(launched: Launched, env: Mapping[str, str]) -> dict[str, str]:
     Variables that are already set keep their values. With srun, the default address is the first host of the job step,
     on which rank 0 runs. The default port is computed from the numbers of job and step, so that several steps of a job
     can run at the same time. With other launchers there are defaults only on a single node: the loopback address and a
-    port that is computed from the id of the job.
+    port that is computed from the id of the job. All default ports are from 20000 to 39999.
 
     Args:
         launched: rank of this process, from its launcher.

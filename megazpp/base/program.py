@@ -208,7 +208,7 @@ def answer_flags(
     """End the program at once if its flags are wrong or ask only for information, such as --help.
 
     A program calls this before imports that take seconds. Ranks of a job and launching processes with --nnodes skip
-    this check, because `main` makes the same check and also reports the error to the other hosts.
+    this check. Their `main` checks the flags, because an error in `main` is also reported to the other hosts.
 
     Args:
         module: `__name__` of the program's module. Unless it is "__main__", another file has imported the program, and
@@ -216,7 +216,7 @@ def answer_flags(
         parse: function that parses the arguments without the program name. It raises ValueError or OSError if they are
             wrong.
         answers: function that gets the result of `parse`. If flags ask for information instead of the program's work,
-            it prints the information and returns True.
+            the function prints the information and returns True.
     """
     try:
         is_one_of_many = LAUNCHER_PID in os.environ or "RANK" in os.environ or find_launcher(os.environ) is not None
@@ -310,7 +310,7 @@ def end_with(launcher: int) -> None:
 
 
 class JobError(Exception):
-    """Error that ends the job. The program that raises it prints its text without a traceback."""
+    """Error that ends the job. A program in which this error is raised prints the error's text without a traceback."""
 
     exit_code = EXIT_ERROR
 

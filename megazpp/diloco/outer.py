@@ -153,7 +153,7 @@ def send_fragment(units: Sequence[OuterUnit], axis: MeshAxis, plan: DilocoPlan, 
             is this group's weight in the mean. An asynchronous all-reduce replaces it by the sum over groups, so this
             tensor must be neither freed nor changed until the synchronization is complete (`ReplicaGroups._told`).
     """
-    nominal = plan.tokens * axis.size
+    nominal = plan.tokens * axis.size  # planned number of tokens of all groups between two synchronizations
     weight = (tokens / nominal).float()
     # The sum is 0 if no group has trained since the fragment was last sent. Dividing by 1 instead avoids an Inf.
     correction = axis.queue.submit(lambda: (nominal / axis.all_reduce_(tokens).clamp(min=1.0)).float())

@@ -380,7 +380,7 @@ class Agent:
                         self._say(f"could not fetch a message from group {name} at {where}: {error}")
                         self._unreached = self._unreached | {name: f"{where}: {error}"}
                     continue
-                except (ValueError, KeyError):
+                except (ValueError, KeyError):  # the answer is not a valid message: ask the next group
                     continue
                 if hashlib.sha256(data).hexdigest() == entry["digest"]:
                     with self._changed:

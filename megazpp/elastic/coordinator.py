@@ -149,7 +149,7 @@ class Coordinator:
         secret: secret that all groups of the run share.
         say: function that prints a log line.
         take_over: True to start although another coordinator holds the folder's lock, for example because its host
-            cannot be reached any more.
+            cannot be reached.
     Attributes:
         address: the address on which the coordinator listens, with the chosen port.
         ended: event that is set once the coordinator has ended.
@@ -269,7 +269,7 @@ class Coordinator:
                 report = channel.receive()
                 with self._changed:
                     if self._rounds.groups[name].incarnation != incarnation:
-                        return
+                        return  # the group's job was started again, and this rank is of the earlier start
                     self._rounds.report(name, rank, report, time.monotonic())
         except TimeoutError:
             why = f"no heartbeat for {HEARTBEAT_SECONDS:g} s"

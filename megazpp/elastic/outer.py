@@ -58,6 +58,8 @@ class WholeOuter:
         self, sharding: Sharding, plan: DilocoPlan, precision: PrecisionConfig, *, num_groups: int, late_factor: float
     ) -> None:
         self.sharding, self.plan, self._late_factor = sharding, plan, late_factor
+        # Planned number of tokens of all groups between two synchronizations. `pack` divides a group's tokens by this
+        # number, and `apply` corrects the sum by the groups' true numbers of tokens.
         self._nominal = plan.tokens * num_groups
         self.lock = Lock()
         sharding.reshard()

@@ -341,6 +341,8 @@ class Rounds:
                         f"--diloco-group {name} is in use by another job: choose another name", passes=True
                     )
                 self._end(name, f"its job was started again, or another job also has --diloco-group {name}")
+            # A group that was started again gets its earlier slot, and so its earlier column of samples, unless another
+            # group has this slot. A new group gets the lowest free slot.
             taken = {other.slot for other in self.groups.values() if other.status != "out"}
             kept = None if group is None or group.slot in taken else group.slot
             slot = min(set(range(len(taken) + 1)) - taken) if kept is None else kept
@@ -435,7 +437,10 @@ class Rounds:
         return now > group.moved[1] + HEARTBEAT_SECONDS + HANGING_STEPS * report["seconds"]
 
     def _end(self, name: str, why: str) -> None:
-        """Remove a group from the run for the reason `why`, so that other groups can train its leased samples."""
+        """Remove a group from the run for the reason `why`, so that other groups can train its leased samples.
+
+        If the group has reported that it leaves, this replaces the reason `why`.
+        """
         steps = sum(stop - first for _, first, stop in self.groups[name].leases)
         why = "it has left" if self.groups[name].leaves else why
         self._decide({"out": name, "why": why})

@@ -56,8 +56,9 @@ class RunPlan(NamedTuple):
     def weight_delta(self, config: ZeroConfig) -> str:
         """Return the value of --zero-weight-delta that checkpoints of this run record.
 
-        In place of "auto" they record the chosen format, "lossless" or "none", with which a resumed run continues. If
-        no weights cross nodes in two hops, they record "auto", so that a resumed run on more nodes can choose.
+        In place of "auto", checkpoints record the chosen format, "lossless" or "none", with which a resumed run
+        continues. If no weights cross nodes in two hops, they record "auto", so that a resumed run on more nodes can
+        choose.
         """
         if not config.chooses_weight_delta or self.wire.gather is None:
             return config.zero_weight_delta
