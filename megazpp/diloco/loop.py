@@ -2,8 +2,8 @@
 
 Between two synchronizations, the replica groups of DiLoCo do not communicate. Two decisions concern all ranks: to stop,
 and to end the job because of a NaN or Inf. The ranks make these decisions after steps at which groups merge new outer
-weights into their inner weights, because the groups wait for each other there anyway. Until then, a group whose loss or
-gradient norm is not finite skips its update. After a stop signal, the groups synchronize earlier (`EarlyStop`).
+weights into their inner weights, because a merge makes the groups wait for each other anyway. Until then, a group whose
+loss or gradient norm is not finite skips its update. After a stop signal, the groups synchronize earlier (`EarlyStop`).
 """
 
 from __future__ import annotations

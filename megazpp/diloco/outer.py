@@ -78,7 +78,7 @@ class OuterUnit(OuterRows):
         self.momentum = torch.zeros_like(self.outer) if self._plan.outer_momentum else None
         self.sent_bytes = axis.size * self.gradients.layout.message_bytes
         self._work = Work(None)  # task of the synchronization in flight; a finished task if there is none
-        # This group's messages in the synchronization in flight; they must not be freed while its task reads them
+        # This group's messages in the synchronization in flight, which must not be freed while the task `_work` runs
         self._sent: torch.Tensor | None = None
 
     @property
@@ -255,15 +255,15 @@ class ReplicaGroups:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the outer weights as DTensors over all ranks of all groups, by parameter name.
 
-        They share memory with the outer weights, so that a checkpoint can be loaded into them. Call this method while
-        the model is sharded.
+        The DTensors share memory with the outer weights, so that a checkpoint can be loaded into the outer weights in
+        place. Call this method while the model is sharded.
         """
         return {name: weight for unit in self.units for name, weight in self._as_owned(unit, unit.outer)}
 
     def common(self) -> dict[str, torch.Tensor]:
         """Return a copy of R, the common outer weights, as DTensors by parameter name.
 
-        They are sharded like the model's parameters inside a group, and are equal in all groups.
+        The DTensors are sharded like the model's parameters inside a group, and are equal in all groups.
         """
         return {name: weight for unit in self.units for name, weight in unit.as_dtensors(unit.rows).items()}
 

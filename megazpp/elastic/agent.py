@@ -201,8 +201,8 @@ class Agent:
     def seconds_to_quorum(self) -> float | None:
         """Return the seconds until the coordinator expects the quorum of this rank's round.
 
-        None if the coordinator has no estimate of this time, if the connection to it is lost, or if the run has a newer
-        version than this rank.
+        None if the coordinator has no estimate of this time, if this rank is not connected to the coordinator, or if the
+        run has a newer version than this rank.
         """
         state = self.state
         if state is None or self._channel is None or state["version"] != self.version or state["quorum_in"] is None:
@@ -342,11 +342,10 @@ class Agent:
                 channel.close()  # `_keep_connection`, whose `receive` fails now, connects again
 
     def _keep_fetching(self) -> None:
-        """Fetch this rank's messages of all contributions that it lacks.
+        """Fetch the messages of contributions that this rank needs and does not have. This is the body of a thread.
 
-        These are contributions that no commit has merged yet, and contributions that a recent commit has merged.
-
-        Each fetch has its own thread, so that a slow group delays no other fetch.
+        A rank needs one message of each contribution that no commit has merged yet, and of each contribution that a
+        recent commit has merged. Each fetch has its own thread, so that a slow group delays no other fetch.
         """
         while not self._closed:
             with self._changed:

@@ -2,8 +2,8 @@
 
 Each start of a coordinator is a term with a number. The journal of term N is the file coordinator/journal-N.jsonl in
 the run's folder. A starting coordinator creates the journal of the next term exclusively and copies the records of the
-term before into it. For each new record the coordinator syncs it to disk, looks for a higher term, and only then sends
-the new state of the run to the ranks. If a higher term exists, the coordinator ends without sending. So of two
+previous term into it. The coordinator syncs each new record to disk, looks for a higher term, and only then sends the
+new state of the run to the ranks. If a higher term exists, the coordinator ends without sending. So of two
 coordinators with the same folder only the newer one decides, and it has read every record that a rank could know.
 The file rounds.jsonl has one row for each commit (outer step of all groups), for people and for the report.
 """

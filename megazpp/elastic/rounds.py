@@ -149,9 +149,9 @@ class Rounds:
         now: current time in seconds, of the same clock as the times of all later events.
     Attributes:
         facts: flags, package versions and data of the run, by name, as the first group that connected has reported
-            them. Other groups must have the same facts. None until a rank has connected. A group replaces the facts if
-            it connects while no other group takes part. After the first commit it must still have the same values of
-            OF_THE_SAMPLES, and at least the same --train-iters.
+            them. Other groups must have the same facts. None until a rank has connected. A group that connects while no
+            other group takes part replaces the facts. After the first commit, such a group must still have the same
+            values of OF_THE_SAMPLES, and at least the same --train-iters.
         rules: settings of the run, from the same group as `facts`.
         groups: by name: the newest incarnation of each group that has ever connected.
         commits: the record of each committed outer step; the last one made the current version.

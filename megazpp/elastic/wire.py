@@ -92,7 +92,7 @@ class Channel:
         return self._sock.getsockname()[0]
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the time limit of `send` and `receive`, which raise a TimeoutError when it is over.
+        """Set the time limit of `send` and `receive`, which raise a TimeoutError when the time is over.
 
         The limit holds for a complete call of `send`. In `receive` it holds for each wait for further bytes.
         """

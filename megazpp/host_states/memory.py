@@ -134,7 +134,7 @@ class HostMemory(DeviceStates):
 
         Args:
             device: device that computes.
-            num_local: number of ranks on this machine. Each needs about the same amount of memory.
+            num_local: number of ranks on this machine. Each of them needs about as much memory as this rank.
 
         Raises:
             ValueError: the machine has too little available memory for all its ranks.
@@ -158,8 +158,8 @@ class HostMemory(DeviceStates):
     def _new_queue(self) -> CommQueue:
         """Return the queue that runs the optimizer updates which use one of the slots of device memory.
 
-        On CUDA the queue is a stream. On the CPU it is a thread if gathers overlap with the compute. On the CPU without
-        overlap, the queue runs each update inside the call of `submit`.
+        On CUDA the queue is a stream. On the CPU the queue is a thread if gathers overlap with the compute. On the CPU
+        without overlap, the queue runs each update inside the call of `submit`.
         """
         if self.device.type == "cuda":
             return StreamQueue()
@@ -367,7 +367,7 @@ class HostShard:
             last: True if the step's gradients are complete with `total`.
         Returns:
             A 1-D tensor with the norm of each trained parameter's gradient, followed by the gradients that are partial
-            on each tensor-parallel rank (`HostMemory.partial`). It is empty unless `last`.
+            on each tensor-parallel rank (`HostMemory.partial`). The tensor is empty if `last` is False.
         """
         memory, buffer = self.memory, self.gradients[: len(total)]
         self.updated.join()  # the last update reads `buffer`, so it must end before this method writes to `buffer`
