@@ -57,7 +57,7 @@ class EarlyStop:
         self._lock, self._begun, self._written = threading.Lock(), 0, False
 
     def begin(self, progress: TrainingProgress) -> TrainingProgress:
-        """Start the thread that asks the store, before the first step of the run, and return `progress`."""
+        """Start this rank's thread, before the first step of the run, and return `progress` unchanged."""
         self._begun = progress.iteration + 1
         threading.Thread(target=self._ask, args=(STOP_POLL_SECONDS,), name="megazpp-early-stop", daemon=True).start()
         return progress

@@ -201,8 +201,8 @@ class Agent:
     def seconds_to_quorum(self) -> float | None:
         """Return the seconds until the coordinator expects the quorum of this rank's round.
 
-        None if the coordinator has no estimate of this time, if this rank is not connected to the coordinator, or if the
-        run has a newer version than this rank.
+        None if the coordinator has no estimate of this time, if this rank is not connected to the coordinator, or if
+        the run has a newer version than this rank.
         """
         state = self.state
         if state is None or self._channel is None or state["version"] != self.version or state["quorum_in"] is None:

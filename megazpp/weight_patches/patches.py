@@ -95,7 +95,7 @@ class WeightPatches:
         self._last: dict[str, torch.Tensor] = {}
         # For each shard, the unsharded shape of its parameter and the index of the shard's first element.
         self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        self._step: int | None = None  # step of the last `write`; None before the first
+        self._step: int | None = None  # training step of the last call of `write`; None before the first call
         self._chain = 0  # checksum `chain` of this rank's files so far, see the top of this file
         self._token_ids = token_ids(tokenizer)
         self._lock = lock

@@ -116,12 +116,12 @@ class PatchReader:
     def save(self, folder: str | Path) -> None:
         """Write config.json and the weights to a Hugging Face folder, with their training step in weight_patch.json.
 
-        A folder that this method has written before is replaced.
+        A folder that this method has written before is replaced, which the file weight_patch.json shows.
 
         Args:
             folder: folder to write.
         Raises:
-            ValueError: the folder contains other files.
+            ValueError: the folder contains files, but no weight_patch.json, so this method has not written them.
         """
         folder = Path(folder)
         if folder.exists() and not (folder / _SAVED).is_file() and any(folder.iterdir()):
@@ -137,7 +137,8 @@ class PatchReader:
     def _model(self) -> Model:
         """Return the run's model as a converter's `Model`, with unsharded tensors by their names in `GPTModel`.
 
-        A tensor is assembled from the shards of all training ranks when it is read.
+        The converter reads the tensors one after the other. Each tensor is assembled from the shards of all training
+        ranks when it is read.
         """
         assert self._parts, "advance() has found no weights yet"
         about, tensors = self._parts[0].model, dict[str, Deferred]()
