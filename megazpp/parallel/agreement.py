@@ -121,7 +121,7 @@ def find_differences(axis: MeshAxis, values: Mapping[str, str]) -> dict[str, dic
         axis: axis of the ranks to compare.
         values: this rank's values by name.
     Returns:
-        `differences` between the ranks.
+        The result of `differences` for the values of all ranks: {} if they are equal.
     """
     found = axis.gather_objects((socket.gethostname(), dict(values)))
     shared: dict[str, dict[str, str]] = axis.share_object(differences(found, axis.ranks) if found else None)

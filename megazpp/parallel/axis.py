@@ -94,7 +94,8 @@ class TrafficCounter:
 
 
 # The traffic counters that are paused. This is a context variable because a communication queue runs each task in a
-# copy of the submitter's context. A task that was submitted during a pause therefore stays uncounted after it, too.
+# copy of the submitter's context. A task that was submitted during a pause therefore stays uncounted, even if it runs
+# after the end of the pause.
 _paused: ContextVar[tuple[TrafficCounter, ...]] = ContextVar("paused", default=())
 
 

@@ -30,9 +30,9 @@ The groups of NCCL have these options:
 
 | group         | priority | channels  | reason                                                                       |
 |---------------|----------|-----------|------------------------------------------------------------------------------|
-| tp, cp        | high     | NCCL's    | the next matmul waits for it, several times per layer                        |
-| local         | high     | NCCL's    | the next layer waits for it. The same holds for shard inside one node        |
-| cross         | normal   | from flag | it has a whole step to finish, and should leave SMs to the matmuls meanwhile |
+| tp, cp        | high     | NCCL's    | the next matmul waits for each collective, several times per layer           |
+| local         | high     | NCCL's    | the next layer waits for the hop. The same holds for shard inside one node   |
+| cross         | normal   | from flag | a hop has a whole step to finish, and should leave SMs to the matmuls        |
 | replica_group | normal   | from flag | the same as cross, with several steps to finish                              |
 | others        | normal   | NCCL's    | ZeRO's ring over all data ranks, all-reduces between copies                  |
 
@@ -94,7 +94,7 @@ class ParallelDims:
         data_size: number of equal parts into which the samples of each global batch are split, over all replica groups.
     """
 
-    _axis_class = MeshAxis
+    _axis_class = MeshAxis  # class of the axes; `GuestDims` (drop_in/dims.py) replaces it for `megazpp.zeropp`
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class ParallelDims:
     def node(self) -> MeshAxis:
         """The axis tp x local, for Muon: the ranks of this node that share a model copy.
 
-        They are ordered by the local index, and then by the tp index.
+        These ranks are ordered by the local index, and then by the tp index.
 
         Its process group is created on first use, so all ranks must make the first use together.
         """
@@ -219,6 +219,7 @@ class ParallelDims:
             return getattr(self._dense, axis)
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
+        # The layout has ep in place of tp (`Layout.for_experts`). But ep's traffic counts as intra-node, not as tp.
         return self._axis_class(
             name,
             ranks=ranks,
@@ -234,8 +235,8 @@ class ParallelDims:
     def _group(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's process group along `axis`, None for an axis of one rank.
 
-        Axes of the device mesh use the mesh's groups. The axis local uses shard's group if all shards are in one node.
-        For cp, for cross, and for local over several nodes, a new group is created.
+        Axes of the device mesh use the mesh's groups. The axis local uses shard's group if all shards of a model copy
+        are in one node. Otherwise, and for all other axes, a new group is created.
         """
         if self.layout.axis_size(axis) == 1:
             return None
@@ -374,7 +375,7 @@ def plan_dims(config: ParallelConfig, cluster: Cluster, *, zero_stage: int, num_
 def order_launches(layout: Layout, env: MutableMapping[str, str] = os.environ) -> None:
     """Set NCCL_LAUNCH_ORDER_IMPLICIT=1 if several axes have more than one rank. Call before the first collective.
 
-    NCCL then starts collectives of different groups in the host's launch order, so they cannot deadlock.
+    NCCL then starts collectives of different groups in the host's launch order, so these collectives cannot deadlock.
 
     Args:
         layout: sizes of the axes.

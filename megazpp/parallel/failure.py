@@ -1,6 +1,6 @@
-"""Failures before a rank has joined its job: tell them to the other hosts, where ranks would wait for this rank.
+"""Reports of failures before a rank has joined its job, to the other hosts, whose ranks would otherwise wait for it.
 
-Wrong flags or files may end only the ranks of one host, or a package may be missing there.
+Such a failure may occur on one host only, for example because a file or a package is missing there.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ OPEN_SECONDS = 60.0  # longest time for which a rank that fails before it has jo
 
 
 def report_failure(error: JobError, argv: Sequence[str]) -> bool:
-    """If this process is one of several hosts' processes, print an error that ends it, and tell it to the other hosts.
+    """Print the error that ends this process, and tell the other hosts about it, if the job has several ranks or hosts.
 
-    Call this if a check fails before `worker_process`. One rank of each host where it fails prints the error. The
-    function returns when the other hosts have been told, or after a time limit.
+    Call this if a check fails before `worker_process`. One rank of each host where the check fails prints the error.
+    The function returns when the ranks or launchers of the other hosts know the error, or after a time limit.
 
     Args:
         error: error that ends this process.
         argv: arguments of the program, which may be wrong.
     Returns:
-        False if no launcher has started this process as one of several ranks, and `argv` has no --nnodes. Nothing is
-        printed then.
+        False, without any output, if no launcher has started this process as one of several ranks, and `argv` does not
+        request several hosts (--nnodes). Otherwise True.
     """
     place = launched_place()
     if place is None:

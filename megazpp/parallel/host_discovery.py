@@ -4,7 +4,8 @@ The variables that a launcher sets are enough to reject wrong flags before worke
 find out which host they are on and how their GPUs are connected.
 
 Ranks exchange their descriptions through the rendezvous store, which works even if they disagree about devices or back
-ends. The format is JSON, because other processes may be able to write to that store (store.py).
+ends. The format is JSON and not pickle, which can execute code when it is read: other processes may be able to write to
+the store (store.py).
 
 NVLink connections come from NVIDIA's management library (NVML). Without the optional package `nvidia-ml-py` each node
 counts as one fast domain, and a notice says so.

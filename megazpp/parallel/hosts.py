@@ -41,7 +41,8 @@ LOST_SECONDS = 3.0
 KILLED_SECONDS = 0.5  # interval at which node 0 checks whether the processes of another host have been killed
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # environment variables that select the network interface
 # Keys in the job's store by which launchers inform each other: JOINED and LEFT count hosts that have joined and left,
-# and NOTE is a text to print when a host has received a signal. FAILED is the job's first failure (store.py).
+# and NOTE is a text to print when a host has received a signal. FAILED is only a key of `Hosts._sent`: the launcher's
+# thread writes this text to the record of the job's first failure (`FirstFailure` in store.py).
 JOINED, LEFT, NOTE, FAILED = "joined", "left", "note", "failed"
 
 
@@ -144,8 +145,8 @@ class Hosts:
         """Leave the job. Host 0, which holds the store, waits up to END_SECONDS until the other hosts have left.
 
         Args:
-            reason: reason for which this host has failed; "" if it has not failed. The other hosts print it, unless a
-                rank of this host has told them the details before.
+            reason: reason for which this host has failed; "" if it has not failed. The other hosts print this reason,
+                unless the store already has a first failure, for example from a rank of this host with more details.
             seconds: longest time to connect to the store and to write `reason`.
         """
         if reason:
@@ -157,7 +158,7 @@ class Hosts:
     def tell(self, reason: str) -> None:
         """Tell the launchers of the other hosts that this host has failed before its workers were started.
 
-        `reason` is the text that they print. This tries for at most TELL_SECONDS to reach the store.
+        `reason` is the text that these launchers print. The method tries for at most TELL_SECONDS to reach the store.
         """
         say_at_terminal(f"{self.name}: telling the other hosts, for at most {TELL_SECONDS:g} s; Ctrl-C ends this")
         self._start(join=False)
@@ -196,6 +197,8 @@ class Hosts:
             if join:
                 self._join(store, failure)
             # `store.add(key, 0)` reads a counter. `printed` is the last NOTE that this launcher has printed or written.
+            # `expected` is the number of hosts for which node 0 waits at the end: those that have joined the job or, if
+            # node 0 itself does not join, all hosts.
             printed, expected, checked = "", self.num_nodes, 0.0
             while True:
                 if self._complete.is_set() and self.node_rank == 0 and time.monotonic() > checked + KILLED_SECONDS:

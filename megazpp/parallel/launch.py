@@ -85,6 +85,7 @@ def detect_rank_info(config: LaunchConfig, env: Mapping[str, str] = os.environ) 
         nproc = config.nproc or torch.cuda.device_count() or min(max(cores, 2), MOST_CPU_WORKERS)
         if config.num_nodes > 1:
             return RankInfo(started=False, world_size=config.num_nodes * nproc, launched_size=nproc)
+        # A single worker needs no separate process, unless a process must remain that can restart the worker.
         return RankInfo(started=nproc == 1 and not config.max_restarts, world_size=nproc)
     if LAUNCHER_PID not in env:
         own = {"--nproc": config.nproc, "--nnodes": config.nnodes, "--max-restarts": config.max_restarts or None}

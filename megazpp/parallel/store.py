@@ -55,9 +55,10 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 POLL_SECONDS = 0.05  # time between two checks in `wait_until`
 CONNECT_SECONDS = 2.0  # limit of one attempt to connect to the store
-ANSWER_SECONDS = 10.0  # longest time for which a process that may take the store with it waits for the other ranks
-# Time for the process that has failed first to claim the record, before ranks claim it whose collectives break. If a
-# rank was killed, its launcher claims the record.
+ANSWER_SECONDS = 10.0  # longest time for which a process waits for the other ranks if the store may end with it
+# A rank whose collective breaks waits for this time before it claims the record of the first failure, so that the
+# process that has failed first can claim the record. If a signal has killed that process, its launcher claims the
+# record.
 CLAIM_SECONDS = 2.0
 
 
@@ -172,12 +173,15 @@ class FirstFailure:
 
     @property
     def elsewhere(self) -> str | None:
-        """The error of the first failure if it has occurred on another host; None otherwise, or if it is not known."""
+        """The error of the first failure if it has occurred on another host.
+
+        None if it has occurred on this host, or if no failure is recorded yet.
+        """
         key, text = json.loads(self._store.get("text")) if self.is_known else (self._key, "")
         return None if key == self._key else text
 
     def claim(self) -> bool:
-        """Return True if this process is the first to fail. It then prints its error, and calls `write`."""
+        """Return True if this process is the first to fail. It must then print its own error, and call `write`."""
         return self._store.add("claims", 1) == 1
 
     def write(self, text: str) -> None:
@@ -223,9 +227,9 @@ class FirstFailure:
     def let_others_read(self, *, before_start: bool = False) -> None:
         """Note that this rank has read the record. If the store may end with this process, wait for all other ranks.
 
-        Without a launcher that hosts the store, rank 0's process hosts it. A rank that fails `before_start` waits too:
-        a launcher such as torchrun ends with the store as soon as one of its ranks ends, and slower ranks have not
-        connected. All ranks call this after a failure.
+        All ranks call this after a failure. The wait takes at most ANSWER_SECONDS. Without a launcher that hosts the
+        store, rank 0's process hosts it. A rank that fails `before_start` waits too: a launcher such as torchrun, which
+        hosts the store, ends as soon as one of its ranks ends, perhaps before slower ranks have connected to the store.
         """
         with contextlib.suppress(Exception):  # raised if the store's process has ended; then nobody waits for this rank
             self._store.add("read", 1)

@@ -98,6 +98,7 @@ class Watchdog:
         self._store, self._failure = store_of(own, "hang"), FirstFailure(own, place)
         self._activity = Activity()
         self._layout: Layout | None = None  # layout of the ranks, set by `watch`; None before process groups exist
+        # At least four checks within the limit of later steps, even if a flag sets this limit to a few seconds
         self._poll_seconds = min(POLL_SECONDS, self._later / 4)
         # Time at which this object was created, or at which the judge last noticed that this process was suspended
         self._since = time.monotonic()

@@ -223,7 +223,9 @@ def _report_once(error: BaseException, place: RankInfo, failure: FirstFailure) -
         time.sleep(CLAIM_SECONDS)  # torch.distributed raised the error, most likely because another rank has failed
     try:
         first = failure.claim()
-    except Exception:  # the store does not answer: the process that hosts it has ended, so another rank failed first
+    # The store does not answer, because the process that hosts it has ended. On one machine, let rank 0 print its
+    # error. On several machines, `show_elsewhere` prints that the connection to the store was lost.
+    except Exception:
         first = place.rank == 0 and is_on_one_machine(place)
     if not first:
         failure.show_elsewhere()
@@ -290,7 +292,8 @@ def share_gloo_device(address: str | None = None, *, lazy: bool = False) -> None
         address: IP address at which gloo listens, unless GLOO_SOCKET_IFNAME names interfaces; None for the address of
             the host's name.
         lazy: True connects two ranks when one of them first sends to the other, for groups in which ranks exchange
-            small messages with a single rank. False connects all pairs at once, a million connections for 1024 ranks.
+            small messages with a single rank. False leaves the choice to TORCH_GLOO_LAZY_INIT. By default, gloo then
+            connects all pairs of ranks at once, half a million connections for 1024 ranks.
     """
     if not dist.is_gloo_available():
         return
