@@ -114,7 +114,7 @@ class Config:
             raise ValueError("\n".join(problems))
 
 
-# For each value of `FlagSpec.must_be`: the condition, which NaN does not meet, and two texts for the error message. The
+# For each value of `FlagSpec.must_be`: the condition, which is False for NaN, and two texts for the error message. The
 # first text describes a wrong number, the second one the numbers that are allowed.
 _RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
     "positive": (lambda value: 0 < value < math.inf, "not positive", "a finite number above 0"),

@@ -285,7 +285,7 @@ class Agent:
             time.sleep(RETRY_SECONDS)
 
     def _take_in(self, state: Record) -> None:
-        """Store a new state of the run from the coordinator, and drop messages that no group needs any more.
+        """Store a new state of the run from the coordinator, and drop the messages that no group needs.
 
         If the commits have not changed since the previous state, the coordinator leaves them out of the new state. The
         commits of the previous state are then kept.

@@ -230,7 +230,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _keep_sending(self, channel: Channel, name: str, rank: int) -> None:
-        """Send the run's state to a rank after each decision, and every PUSH_SECONDS, until its group is out.
+        """Send the run's state to a rank after each decision, and every PUSH_SECONDS, until the rank's group is out.
 
         Each rank has a thread for this, so a rank with a slow or lost link delays neither the decisions of the
         coordinator nor other ranks. When the link is free again, the rank gets the newest state.

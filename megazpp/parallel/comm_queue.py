@@ -228,7 +228,7 @@ def _without_gradients() -> AbstractContextManager[object]:
 
 
 class HostCopy:
-    """An asynchronous copy of a few numbers from the GPU to the host, which does not wait for the GPU.
+    """An asynchronous copy of a few numbers from the GPU to the host. Only `wait` makes the host wait for the GPU.
 
     `values` on the CPU are not copied, so they must not change before `wait`.
     """

@@ -257,7 +257,9 @@ def _report_once(error: BaseException, place: RankInfo, failure: FirstFailure) -
 
 
 def address_if_name_fails(master: str) -> str | None:
-    """Return this host's address on the way to `master` if other hosts cannot connect to its name; otherwise None.
+    """Return the IP address from which this host connects to `master`, if other hosts cannot use this host's name.
+
+    Return None if they can use the name, or if that address is a loopback address.
 
     gloo listens at the address of the host's name. Debian and Ubuntu give the name the address 127.0.1.1, and if the
     name has no address, gloo listens at 127.0.0.1. Other hosts can connect to neither.

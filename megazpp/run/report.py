@@ -53,10 +53,10 @@ def records_to_continue(verified: Verified | None, config: CheckpointConfig, *, 
     A run continues the records of its checkpoint only if it saves to the folder that it loads from. A run that resumes
     and saves elsewhere, or not at all, is a fork, whose metrics and flags must not mix with the original run's.
 
-    If the folder of checkpoints has been moved or copied, the run folder is expected at the same path relative to it.
-    A copy of both folders thus continues in the copy, and a copy of the checkpoints alone gets a new run folder. A run
-    folder is continued only if its args.json names this folder of checkpoints. Otherwise another run has used the run
-    folder since.
+    If the folder of checkpoints has been moved or copied, the run folder is expected at the same path relative to the
+    folder of checkpoints as before. A run with copies of both folders thus continues in the copied run folder. A run
+    with a copy of the checkpoints alone gets a new run folder. A run folder is continued only if its args.json names
+    this folder of checkpoints. Otherwise another run has used the run folder since.
 
     Args:
         verified: checkpoint that the run loads; None for a run that starts from random weights.

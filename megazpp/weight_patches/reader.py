@@ -116,7 +116,7 @@ class PatchReader:
     def save(self, folder: str | Path) -> None:
         """Write config.json and the weights to a Hugging Face folder, with their training step in weight_patch.json.
 
-        A folder that this method has written before is replaced, which the file weight_patch.json shows.
+        If the folder has a file weight_patch.json, this method has written the folder before, and replaces it.
 
         Args:
             folder: folder to write.
