@@ -172,8 +172,8 @@ class Rounds:
         self.news = News([], [], [])
         # ids of all contributions that were ever published, because ranks report a contribution more than once
         self._published: set[str] = set()
-        # time at which a quorum of whole intervals, or all contributions, had arrived in this round, when the grace
-        # began; None before
+        # time at which the grace of this round began, because the contributions of a quorum of groups (`_quorum`) or of
+        # all groups that train had arrived; None before
         self._quorum_at: float | None = None
         # by version and rank: fingerprint of the outer state that a group reported first, to find groups that differ
         self._fingerprints: dict[tuple[int, int], int] = {}

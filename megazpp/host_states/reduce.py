@@ -107,7 +107,7 @@ class HostedSum(HostedReduce):
         self.begin()
         if self.reduced:
             gradients = torch.cat([gradient.reshape(-1) for gradient in self.unit.pop_gradients(self.reduced)])
-            # Call this object as FSDP2 calls a reduce-scatter, so that `watch` also sees these gradients.
+            # Call this object as FSDP2 calls a reduce-scatter, so that `SummingReduce.watch` sees these gradients too.
             self(gradients, gradients, None, dist.ReduceOp.SUM)  # type: ignore[arg-type]
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor]:
