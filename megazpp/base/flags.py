@@ -1,7 +1,7 @@
 """Command-line flags as fields of frozen dataclasses: definition, checks, and rendering as text.
 
-A config is a frozen dataclass, derived from `Config`, whose fields are created by `flag()`. It is defined in the file
-that uses it.
+A config is a frozen dataclass, derived from `Config`, whose fields are created by `flag()`. Each config is defined in
+the file that uses it.
 
 - One field is one flag. The field `micro_batch_size` is the flag `--micro-batch-size`.
 - The annotation is the type: `int`, `float`, `str`, `bool`, `Literal[...]`, `int | Literal["auto"]` or

@@ -197,8 +197,8 @@ class ElasticLoop:
             self._say(f"{self._steps} steps of this group are not published; others will train their samples again")
             return self._progress(progress), True
         self._publish()
-        # With a delay, the group trains on while its contribution waits for the commit, provided that it gets samples.
-        # Otherwise it waits for the commit here.
+        # With a delay, the group trains on while its contribution waits for the commit, if it gets samples. Without a
+        # delay or without samples, and if the group leaves, it waits for the commit here.
         if self.outer.plan.delay and not leaves:
             self._cell = self._cell or self._axis.share_object(self._ask(lambda state: state["exhausted"]))
         if leaves or not self.outer.plan.delay or self._cell is None:
@@ -481,8 +481,8 @@ class ElasticLoop:
     def _progress(self, progress: TrainingProgress) -> TrainingProgress:
         """Return the progress at which this group trains: the merged samples, and this group's steps since then.
 
-        Its field `scheduled_samples` sets the learning rate. There, each of this group's steps counts as a global batch
-        times the fraction of the nominal groups that are live.
+        The field `scheduled_samples` of the result sets the learning rate. In this field, each of this group's steps
+        counts as a global batch times the fraction of the nominal groups that are live.
         """
         at, size = self._merged_progress(progress), self._batches.global_batch_size
         if self._all_merged:

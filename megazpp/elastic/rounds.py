@@ -81,7 +81,8 @@ class Rules(NamedTuple):
     fragments: int  # P: number of fragments of the model, which synchronize in turn
     iterations: int  # steps of the run if all groups take part from its start to its end
     ranks: int  # number of ranks per group
-    # number of contributions of whole intervals after which a round's grace begins; None: half of the live groups
+    # number of groups that must have contributed at least WHOLE of an interval before a round's grace begins; None:
+    # half of the live groups
     quorum: int | None
     # seconds that a round waits for more contributions after its quorum; None: 3 % of an interval's time, at least 1 s
     grace: float | None

@@ -191,7 +191,8 @@ class HostMemory(DeviceStates):
 
         Args:
             x: tensor in host memory.
-            onto: tensor on the device for the copy; None allocates the copy. On a CPU the result may then be `x`.
+            onto: tensor on the device for the copy; None allocates the copy. If the device is the CPU, None may return
+                `x` itself without a copy.
         """
         self._counter.add(PCIE, HOST, UPLOAD, x.nbytes)
         return x.to(self.device, non_blocking=True) if onto is None else onto.copy_(x, non_blocking=True)

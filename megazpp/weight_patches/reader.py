@@ -160,7 +160,8 @@ class PatchReader:
     def _has_read(self, paths: Sequence[Path]) -> bool:
         """Return True if `paths`, the files of all training ranks for the reader's step, have led to its weights.
 
-        They do not if the folder was deleted after the reader has read it, and another run has made it again.
+        They have not if the chain's folder was deleted after the reader had read it, and another run has created a
+        folder of the same name.
         """
         chains = []
         for path in paths:
