@@ -2,8 +2,8 @@
 
     python tools/env.py
 
-Describes the host on which it runs. If a launcher starts several ranks, only rank 0 prints. If a part of the
-information is not available, the report says why.
+The report describes the host on which this program runs. If a launcher starts several ranks, only rank 0 prints. If a
+part of the information is not available, the report says why.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ PACKAGES = {  # packages that this project uses, and for what
     "tensorboard": "--tensorboard-dir",
 }
 
+# Names of the environment variables that the report shows, because they affect a run
 VARIABLES = re.compile(
     "(OMPI_COMM_WORLD|PMI|MV2_COMM_WORLD|JSM_NAMESPACE|FLUX_JOB|FLUX_TASK|PALS|MPI)_.*|PMIX_RANK|PMIX_NAMESPACE|"
     "(NCCL|GLOO|CUDA|NVIDIA|TRITON|TORCH|PYTORCH|OMP|MKL|SLURM|TORCHELASTIC|MEGAZPP|WANDB)_.*"
     "|RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|CC|LD_PRELOAD|XDG_CACHE_HOME|TMPDIR"
 )
-SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # parts of the names of variables whose values the report hides
 
 
 def collect() -> dict[str, Section]:

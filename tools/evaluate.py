@@ -52,8 +52,8 @@ def parse(argv: list[str]) -> ParsedRun:
     """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later.
 
     Raises:
-        ValueError: a flag is wrong, --input is given together with a flag about the data of the training, or it names
-            no text.
+        ValueError: a flag is wrong, --input is given together with a flag about the data of the training, or --input
+            names no text.
     """
     parsed = parse_checkpoint_flags(
         argv, EvaluateConfig, file=__file__, description=__doc__, features=FEATURES, common=COMMON

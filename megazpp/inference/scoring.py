@@ -50,8 +50,8 @@ class Score(NamedTuple):
     def bits_per_byte(self) -> float:
         """The total loss in bits, divided by the bytes of text; NaN if there are no bytes.
 
-        Loss and bytes are those of the tokens that the loss mask includes. The end-of-document token has a loss, but no
-        bytes.
+        Only the tokens that the loss mask includes count, for the loss and for the bytes. The end-of-document token has
+        a loss, but no bytes.
         """
         return self.loss / math.log(2.0) * self.tokens / self.text_bytes if self.text_bytes else math.nan
 

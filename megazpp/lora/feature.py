@@ -37,7 +37,7 @@ class Lora(Feature):
     config, opens_weights = AdapterBaseConfig, True
 
     def weight_opener(self, sections: Sequence[Any]) -> AdapterOpener:
-        """Return an opener of checkpoints, also of those with adapters.
+        """Return an opener of checkpoints, also of checkpoints that contain only adapters.
 
         The opener looks for the adapters' base weights in the folders of --lora-base, then in the folder that the
         checkpoint names. `sections` has the configs of the program's features, among them the value of --lora-base.

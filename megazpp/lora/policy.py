@@ -73,8 +73,8 @@ def load_adapted(
         source: checkpoint of the base weights.
         record: metadata of this checkpoint.
         trained: function that returns True for the names of parameters that are trained besides the adapters, such as a
-            scalar head. They begin with the values of --lora-load if it has them, else with those of the checkpoint,
-            else with random values.
+            scalar head. They begin with the values in the folder of --lora-load if it has them, otherwise with the
+            checkpoint's values, and if that has none either, with random values.
         keep_reference: True to keep a copy of the adapters of --lora-load for the reference model, see `adapters_off`.
     Raises:
         ValueError: the adapters of --lora-load were trained on base weights with another checksum.
@@ -94,7 +94,8 @@ def load_adapted(
     add_adapters(model, settings, shared)
     built = fill(shard_built(model, spec, dims), spec, dims, device)
     saved = SafeReader(source.checkpoint)
-    # `begun` has the initial values of trained parameters by name: first a scalar head's, then those of --lora-load
+    # `begun` has the initial values of trained parameters by name: the checkpoint's values of a scalar head, which the
+    # values of --lora-load then replace
     begun = {key.removeprefix(MODEL): saved.read_whole(key) for key in saved.tensors() if key.startswith(SCALAR_HEAD)}
     if lora.lora_load is not None:
         found, tensors = read_adapter(Path(lora.lora_load), spec.config)

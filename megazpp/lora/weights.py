@@ -195,8 +195,8 @@ class AdaptedReader(SafeReader):
         """Read the two matrices of a weight's adapter; None for a bias, and for a weight without an adapter.
 
         For a weight [out, in], return A [in, r] and B [out, r], where r is the rank of the adapter. The weight of E
-        experts stacks one matrix [rows, columns] per expert. For such a weight, return the stacked matrices for the
-        columns, [E * columns, r], and then those for the rows, [E * rows, r].
+        experts stacks one matrix [rows, columns] per expert. For such a weight, return the experts' stacked factors for
+        the columns, [E * columns, r], and then their stacked factors for the rows, [E * rows, r].
         """
         stem, _, matrix = key.rpartition(".")
         is_experts, config = stem.endswith(".experts"), self._config

@@ -80,7 +80,7 @@ class WeightReader:
         place: mesh axes and device that all frozen models of the job share.
         opener: opener of a checkpoint's weights. LoRA's opener also opens checkpoints that contain only adapters.
         vocab_size: number of tokens of the run's tokenizer.
-        trained: function that returns True for the names of trained parameters, which are not in the checkpoint.
+        trained: function that returns True for the names of trained parameters, which this reader does not read.
     Raises:
         ValueError: the checkpoint is damaged, or its model or tokenizer differs. All ranks raise this error.
     """

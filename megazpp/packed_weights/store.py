@@ -58,8 +58,8 @@ class WeightStore:
             index: index of the message in the file.
             buffer: [bytes of the message] uint8 on the CPU, which the method fills.
         Raises:
-            DamagedError: at the first read of a message, its CRC-32 differs from that in the file. The method has then
-                removed the file.
+            DamagedError: at the first read of a message, its CRC-32 differs from the recorded one at the end of the
+                file. The method has then removed the file.
         """
         view, done = _bytes_of(buffer), 0
         while count := os.preadv(self._file.fileno(), [view[done : done + _AT_ONCE]], self.starts[index] + done):

@@ -165,7 +165,7 @@ class ChatTemplate:
         try:
             text, spans = self.render_spans(_PROBE)
         except ValueError:
-            return True  # the template refuses the conversation `_PROBE`, so there is no evidence for a warning
+            return True
         found = self._tokenizer.encode_spans(text, add_special_tokens=False)
         words = [
             token
@@ -223,8 +223,9 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
             with errors_as(f"{name} cannot be read", (OSError, UnicodeDecodeError)):
                 source = read_small_file(find_file(path)).decode("utf-8-sig")
         _compiled(source, name, [])
-        # Jinja accepts any text, such as the tokenizer_config.json of a model. Conversations would lose their words
-        # then. In the chat_template.json of a model, which contains a template, they would get JSON's backslashes.
+        # Jinja accepts any text. A text that does not read `messages` would replace every conversation, whose words
+        # would be lost. A model's chat_template.json and tokenizer_config.json have a template as a JSON string. As
+        # Jinja source they would put JSON's braces and backslashes into every conversation.
         if "messages" not in source or _is_json(source):
             raise ValueError(
                 f"{name} is not a chat template: it is JSON, or does not read `messages`. Give a file with a Jinja "

@@ -57,7 +57,7 @@ class Examples(NamedTuple):
     A supervised example is one row. Pair i is two rows: row 2i has its preferred and row 2i + 1 its rejected answer.
 
     Attributes:
-        tokens: [T] int32 token ids of all rows.
+        tokens: [T] int32 token ids of all rows, T tokens in all.
         mask: [T] uint8 loss mask, 1 where the token is to be predicted; 0 at the first token of each row.
         starts: [rows + 1] int64 index of each row's first token in `tokens`, and T at the end.
         counts: [8] int64, eight numbers in this order: all examples in the files; examples that were cut to
@@ -135,6 +135,7 @@ def read_examples(
     if cache_dir is None:
         examples = build()
     else:
+        # 7 and 6 are the versions of the cached arrays with and without margins. Raise one if its arrays change.
         key = cache_key(
             kind=f"examples-{7 if margins else 6} {texts.__name__}",
             data=content_hash(paths),
@@ -210,8 +211,8 @@ def read_prompts(
 def prompt_ids(record: Record, tokenizer: Tokenizer, template: ChatTemplate) -> tuple[str | list[Message], list[int]]:
     """Return the prompt of a line of data: the value of the column `prompt`, and its token ids.
 
-    A conversation's token ids include the beginning of the assistant's turn. A prompt without tokens gets the
-    end-of-document token.
+    A conversation's token ids include the beginning of the assistant's turn. The model needs at least one token, so an
+    empty prompt becomes the end-of-document token, or token 0 of a tokenizer without this token.
     """
     _check_text_only(record)
     value = _value(record, "prompt")

@@ -133,8 +133,8 @@ class PreferenceLoss:
 
     def __init__(self, config: PostTrainingConfig, dims: ParallelDims, reference: Logps | None = None) -> None:
         self._config, self._dims, self._reference = config, dims, reference
-        # Set by `begin_step`: the number of pairs of the step on all data ranks, and for the loss sft the mean number
-        # of tokens of their preferred answers
+        # Set by `begin_step`: the number of pairs of the step on all data ranks, and with --loss-type sft the mean
+        # number of tokens of the preferred answers of these pairs
         self._sums, self._pairs = StepSums(dims), 1.0
         self._mean_length: torch.Tensor | float = 1.0
 
@@ -148,6 +148,7 @@ class PreferenceLoss:
     def loss(self, model: GPTModel, batch: PairBatch) -> torch.Tensor:
         compute = self._reward if self._config.objective == "reward" else self._dpo
         losses, outputs = compute(model, batch)
+        # The losses of routers are averaged over rows, and a pair has two rows
         return add_router_gradient(losses.sum() / self._pairs, outputs.router_loss, 2 * self._pairs)
 
     def metrics(self) -> Mapping[str, float]:

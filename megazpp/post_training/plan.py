@@ -9,8 +9,8 @@ The estimates use the simulated step of planner/step.py. They give the peak memo
 
 All phases include the policy's shards, optimizer moments, secondary partition and error feedback, and the frozen
 models. With --precompute-ref-log-probs, the reference model is freed before the phase `training`. Of streamed models
-(--weights-device host or disk), only the bytes on the device count. Of a scalar head (reward, ppo), only the shards and
-moments count.
+(--weights-device host or disk), only the bytes on the device count. Of a scalar head (reward, ppo), the fp32 weights
+and the moments count, as if the head were not sharded. Its gradients and its 16-bit copy do not count.
 """
 
 from __future__ import annotations

@@ -158,6 +158,8 @@ def reward_metrics(
 def check_reward_functions(config: RewardConfig) -> None:
     """Check before workers start that the modules of --reward-funcs exist, without running their code.
 
+    The text of a file must also contain the function's name, unless a star import may define the function.
+
     Raises:
         ValueError: a file is missing, has a syntax error or does not contain the function's name, or a module is not
             installed.

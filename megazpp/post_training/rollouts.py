@@ -270,7 +270,8 @@ class RolloutLoader(StatePart):
         assert global_batch_size == self.global_batch_size, "batches of completions do not ramp up"
         config = self.config
         iteration = self.start[0] + (consumed_samples - self.start[1]) // global_batch_size
-        number, place = divmod(iteration, config.slices * config.passes)  # of the generation, and of the step in it
+        # `number` is the number of the generation, and `place` the index of this step among the generation's steps
+        number, place = divmod(iteration, config.slices * config.passes)
         if self._buffer is None or int(self._buffer.number) != number:
             # `consumed_samples` counts a completion once for each pass over it
             first = max(0, consumed_samples - place * global_batch_size) // config.passes // config.group_size
@@ -504,8 +505,8 @@ class RolloutLoader(StatePart):
     def _rows(self) -> list[int]:
         """Return the numbers of this data rank's completions in a generation, in the order of training.
 
-        The completions of a generation are numbered from 0 over all ranks. Training takes micro-batches of consecutive
-        numbers, which the data ranks share in turn.
+        The completions of a generation are numbered from 0 over all ranks. Completions with consecutive numbers form a
+        micro-batch. The first micro-batch goes to data rank 0, the second to data rank 1, and so on in turn.
         """
         size, ranks = self.micro_batch_size, self._dims.data_size
         firsts = range(self._dims.data_rank * size, self.global_batch_size * self.config.slices, size * ranks)

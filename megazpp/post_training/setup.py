@@ -235,6 +235,8 @@ def check_reward_model(config: RunConfig, load: str, tokenizer: Tokenizer) -> No
     folder, parallel = CheckpointFolder(load, "--reward-load"), config.parallel
     _, record = find_frozen(folder, None, adapter_opener(config.sections), scalar_head=True)
     own = check_same_tokens(folder, record, tokenizer)
+    # A reward model may have more tokens than the policy. If its checkpoint has no tokenizer to compare, the numbers of
+    # tokens must be equal: this is then the only sign that both models have the same tokens.
     if record.vocab_size < (drawn := tokenizer.vocab_size) or (own is None and record.vocab_size != drawn):
         raise ValueError(
             f"{folder.name}: the reward model has {record.vocab_size} tokens, but the policy's tokenizer has {drawn}; "

@@ -99,7 +99,9 @@ def groups_line(rows: Sequence[Row]) -> str:
     """
     groups = [group for row in rows for group in row["groups"]]
     steps, late = (sum(g["steps"] for g in groups if g["late"] >= least) for least in (0, 1))
-    # A coordinator that was started again may have another clock, so that its first row seems to be earlier.
+    # The difference between the first and the last time would be wrong if the coordinator was started again on a host
+    # whose clock is behind: its first row then has an earlier time than the row before. So add up the times between
+    # successive rows, and count such a pair of rows as 0 s.
     seconds = sum(max(0.0, b["time"] - a["time"]) for a, b in itertools.pairwise(rows))
     tokens = sum(group["tokens"] for row in rows[1:] for group in row["groups"])
     speed = f", {tokens / seconds:,.0f} merged tokens per second" if seconds > 0 else ""
