@@ -55,7 +55,8 @@ _DAMAGE = (OSError, zipfile.BadZipFile, RuntimeError, EOFError, LookupError, Val
 # Matches the name of a parameter in a layer; the groups are the layer's number, the module, and "weight" or "bias"
 _LAYER = re.compile(r"(?:language_model\.(?:transformer|encoder)|decoder)\.layers\.(\d+)\.(.+)\.(weight|bias)")
 # In Transformer Engine, a linear layer may contain the norm before it. The pattern matches the names of such norms'
-# parameters. By linear layer, the dictionary has the name of the norm in checkpoints where it is a separate module.
+# parameters. For each such linear layer, the dictionary has the name of its norm in checkpoints where the norm is a
+# separate module.
 _FUSED_NORM = re.compile(r"(.*\.)(?:self_attention\.|mlp\.)(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)")
 _FUSED_NORMS = {"linear_qkv": "input_layernorm", "linear_fc1": "pre_mlp_layernorm"}
 _LAYER_NAMES = {  # name of a layer's module in Megatron-LM, without the "self_" of self_attention: name in `GPTModel`

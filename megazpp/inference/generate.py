@@ -105,7 +105,7 @@ def generate(
         return is_last(row, token)
 
     uniform = random_numbers([f"prompt {first_prompt + row}" for row in range(len(prompts))], config, seed=seed)
-    # True if forwards after the first do not communicate between data ranks, which may then run unequally many of them
+    # True if data ranks do not communicate in forwards after the first, so that each may run its own number of forwards
     apart = sharding.keeps_gathered and dims.layout.ep == 1
     with torch.no_grad(), evaluating(model), sharding.keep_unsharded():
         drawn = draw_completions(

@@ -275,8 +275,9 @@ def read_adapter(folder: Path, config: GPTConfig) -> tuple[AdapterSettings, dict
             "tools/convert_checkpoint.py --adapter, and train the result"
         )
     (rank, scale), given = terms.pop(), read_json(path)["target_modules"]
-    # target_modules is a list of suffixes, or a text: all-linear or a pattern. If `asked` does not select the layers
-    # that PEFT has adapted, the targets are the full names of these layers.
+    # target_modules is a list of suffixes, or a text: all-linear or a pattern. `asked` has the suffixes of a list, and
+    # all-linear for any text. If `asked` does not select exactly the layers that PEFT has adapted, because the text is
+    # a pattern for example, the targets are the full names of these layers.
     asked = (ALL_LINEAR,) if isinstance(given, str) else tuple(sorted(given))
     targets = asked if find_branches(config, asked) == branches else tuple(branch.module for branch in branches)
     state = import_package("peft", str(path)).get_peft_model_state_dict(model, save_embedding_layers=False)

@@ -1,8 +1,8 @@
 """LoRA in post-training: a policy whose base weights are frozen, and whose adapters are trained.
 
 Only the adapters are trained and saved, and only they and their gradients cross nodes. The base weights are sharded and
-gathered inside a node. They have no fp32 master weights and no optimizer moments. With its adapters off, the same model
-is also the reference model. Settings have PEFT's names, and target layers have transformers' names (peft.py).
+gathered inside a node. They have no fp32 master weights and no optimizer moments. In the context `adapters_off`, the
+same model is also the reference model. Settings have PEFT's names, and target layers have transformers' names (peft.py).
 """
 
 from __future__ import annotations

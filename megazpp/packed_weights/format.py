@@ -36,8 +36,9 @@ Slots = list[tuple[nn.Module, str]]  # pairs (module, attribute name) that refer
 FORMATS = {8: BlockFormat(8, 64), 4: BlockFormat(4, 32)}  # block format of packed weights, by bits per element
 
 # Candidate scales of an int4 block, as multiples of the scale that represents the block's largest element exactly. A
-# smaller scale clips the largest element and rounds the other elements less. The candidate with the smallest squared
-# error of the block is used, in a tie the first one.
+# smaller scale clips the largest element and rounds the other elements less. A larger scale rounds the largest element,
+# too, but may suit the others better. The candidate with the smallest squared error of the block is used, in a tie the
+# first one.
 _SHARES = (1.0, 1.1, 1.05, 0.95, 0.9, 0.85, 0.8)
 _LOADED_AT_ONCE = 1 << 18  # maximum number of elements to read at once; larger pieces would fragment the heap
 _PACKED_AT_ONCE = 1 << 16  # maximum number of elements to pack at once; they fit the CPU's cache

@@ -9,7 +9,7 @@ checkpoints therefore do not include the weight, and it has neither an fp32 mast
 message holds the weights in the compute dtype, so a forward is bit-identical to a forward with trained weights.
 
 For P weights, a rank stores 2 P / L bytes in 16 bits, 1.0312 P / L in 8 bits and 0.5625 P / L in 4 bits. For each use
-the rank sends L - 1 times as many bytes inside the node.
+the rank sends L - 1 times the bytes that it stores, all of them inside the node.
 
 The backward uses a unit only if a gradient flows through the unit. So units that a forward uses before the first
 trained weight are not gathered again. Frozen weights never change. So the next unit can be gathered ahead of its use,

@@ -137,8 +137,8 @@ class FetchRing:
         overwrites the message.
         """
         slot, self._next = self._next, (self._next + 1) % len(self._ring)
-        # All kernels that read this buffer's earlier content have been launched already. The event `free` follows these
-        # kernels on the compute stream. The copy into the buffer waits for the event.
+        # The layer that used this buffer's earlier content has run, so its kernels have been launched. The event `free`
+        # follows these kernels on the compute stream. The copy into the buffer waits for the event.
         free = None if self._stream is None else torch.cuda.current_stream().record_event()
         return self._queue.submit(functools.partial(self._bring, index, slot, free))
 

@@ -213,7 +213,7 @@ def load_chat_template(config: ChatConfig, tokenizer: Tokenizer) -> ChatTemplate
     Without the flag, return the tokenizer's template, or `DEFAULT_TEMPLATE` if the tokenizer has none.
 
     Raises:
-        ValueError: the file of the template cannot be read, is not a Jinja template, or does not read messages.
+        ValueError: the file of the template cannot be read, is JSON or no Jinja template, or does not read messages.
     """
     path, source, name = config.chat_template, None, "the tokenizer's chat template"
     if path is not None:

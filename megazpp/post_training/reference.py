@@ -30,7 +30,8 @@ class FrozenModel:
     Args:
         model: the reference or reward model; with `is_policy`, the trained policy with adapters.
         temperature: divisor of the logits for log-probabilities.
-        is_policy: True if `model` is the trained policy, which is the reference model when its adapters are off.
+        is_policy: True if `model` is the trained policy, which is the reference model when its adapters are off. Only
+            the policy stays in training mode; any other model is put into evaluation mode.
         score_pad: id of the padding token, if a reward model scores the last token that is not padding; None if it
             scores the last token. See `objectives.scores`.
     """

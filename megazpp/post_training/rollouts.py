@@ -368,7 +368,8 @@ class RolloutLoader(StatePart):
     def _settings(self) -> str:
         """Return the values of the flags that decide a generation's completions and the buffer, as JSON by field name.
 
-        A checkpoint stores this text. A resumed run uses the checkpoint's buffer only if it has the same values.
+        A checkpoint stores this text. A resumed run uses the checkpoint's buffer only if its own flags have the same
+        values.
         """
         values = asdict(self.config) | asdict(self.sampler.config)
         given = {"global_batch_size": self.global_batch_size, "reward_funcs": self._reward_names}

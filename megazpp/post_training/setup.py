@@ -331,7 +331,8 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
     if source.continues:  # a resumed run keeps the reference model of its first start
         names = ("ref_load", "ref_ckpt_step", "ref_checksum")
         free |= {name: earlier.flags[name] for name in names if name in earlier.flags}
-        # For adapters, name the folder with their base weights: the recorded folder, or a folder of --lora-base
+        # If the checkpoint has only adapters, the reference model is their base. Its folder is the recorded one, or
+        # the folder of --lora-base in which the base was found.
         if bases := source.opener.find_bases(source.folder.path, earlier):
             free |= {"ref_load": str(bases[0].parent.resolve()), "ref_ckpt_step": iteration_of(bases[0])}
     if post.ref_load is not None:

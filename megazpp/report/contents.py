@@ -85,7 +85,8 @@ def times(run: Run) -> np.ndarray:
     before, total, tokens, sent, places = 0, 0.0, 0.0, 0.0, []
     for row in run.rows:
         iteration = row["iteration"]
-        # A row without "steps" counts as the steps since the previous row, or as 1 if the run has gone back before it.
+        # A row without "steps" counts as the steps since the previous row, or as 1 if the previous row has a later
+        # iteration, because the run was restarted from an earlier checkpoint.
         steps = _finite(row.get("steps")) or max(1, iteration - before if iteration > before else 1)
         total += steps * max(0.0, _finite(row.get("step_seconds")))
         # If samples differ in length, rows have the tokens of their steps instead of the total "consumed_tokens".

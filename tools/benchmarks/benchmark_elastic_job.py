@@ -157,7 +157,7 @@ class Kill:
 
         Every point is too early in the first UNDISTURBED rounds. The point "in the middle of the interval" is also too
         early before this middle. A point of sending is also too early outside of a round, because the message may then
-        be for a group that joins.
+        be for a group that joins. `owner` and `args` are the arguments of the method at the point.
         """
         if self._rounds < UNDISTURBED or (self._method in ("_serve", "send_data") and not self._in_round):
             return
