@@ -168,7 +168,7 @@ def _load(
         place = open_frozen_place(dims, device, say=say, whole=not weights.packs)
 
         def load(iteration: int) -> tuple[GPTModel, WeightHandle]:
-            """Load the model of an iteration. `first_sound` calls this for earlier ones while checkpoints are damaged."""
+            """Load the model of an iteration. `first_sound` calls this until it finds a checkpoint without damage."""
             found, record = find_weights(source.folder, iteration, opener=source.opener)
             if None not in (tokenizer.identity, record.tokenizer) and tokenizer.identity != record.tokenizer:
                 say(f"WARNING: the tokenizer gives other token ids than the tokenizer of {source.folder.path}")

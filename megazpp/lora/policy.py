@@ -2,7 +2,8 @@
 
 Only the adapters are trained and saved, and only they and their gradients cross nodes. The base weights are sharded and
 gathered inside a node. They have no fp32 master weights and no optimizer moments. In the context `adapters_off`, the
-same model is also the reference model. Settings have PEFT's names, and target layers have transformers' names (peft.py).
+same model is also the reference model. Settings have PEFT's names, and target layers have transformers' names
+(peft.py).
 """
 
 from __future__ import annotations
