@@ -154,7 +154,7 @@ def test_index_may_name_enum_members_by_attribute_but_nothing_else(saved, tmp_pa
 
 
 def test_index_without_a_checksum_is_not_opened(tmp_path):
-    """The index is a FIFO, whose opening would never end."""
+    """Use a FIFO as the index of a checkpoint whose checksums do not list it: opening a FIFO would never return."""
     os.mkfifo(tmp_path / ".metadata")
     write_checksums(tmp_path, {})
     with pytest.raises(ValueError, match=r"checksums.txt does not list .metadata"):

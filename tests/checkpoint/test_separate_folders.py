@@ -33,7 +33,7 @@ def host(home: Path, *, swapped: bool = False) -> str:
 def open_attempt(case: Case, home: Path, *, swapped: bool = False, **flags) -> Attempt:
     folder = host(home, swapped=swapped)
     attempt = Attempt(case, save=folder, load=folder, **{"save_interval": 2} | flags)
-    # in a real run only rank 0 knows the run folder, so the ranks would write different contents of run.json
+    # As in a real run, run.json differs between ranks: there only rank 0 knows the run folder, which run.json names.
     own = dataclasses.replace(attempt.checkpoints._record, run_dir=f"run {dist.get_rank()}")
     attempt.checkpoints._record = own
     return attempt
@@ -105,7 +105,7 @@ def test_wrong_files_on_a_host_are_an_error_on_all_hosts(tmp_path):
 
 
 def fail_at_the_end(case: Case, home: Path) -> str:
-    """Save step 2, and then step 4, in which rank 0 fails after the other host has completed its folder.
+    """Save step 2, and then step 4. The save of step 4 fails on rank 0, after rank 1 has completed its own folder.
 
     Return the error.
     """

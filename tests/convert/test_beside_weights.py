@@ -1,4 +1,4 @@
-"""Test Hugging Face folders with files beside the weights that `from_pretrained` uses too, such as an adapter."""
+"""Test Hugging Face folders with further files, such as an adapter, that change the model of `from_pretrained`."""
 
 import json
 import re

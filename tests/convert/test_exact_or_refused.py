@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from megazpp.convert.huggingface import open_model
 
-CLOSE = 1e-4  # absolute tolerance for logits of about 1, because sums run in other orders
+CLOSE = 1e-4  # absolute tolerance for logits of about 1, because the two models add fp32 numbers in different orders
 ABSENT = object()
 Values = dict[str, Any]
-# config.json with small sizes for each model_type; GPT-2's default of 12 heads divides the hidden size of 24
+# config.json with small sizes for each model_type; GPT-2 has a hidden size of 24, a multiple of its default of 12 heads
 BASE: dict[str, Values] = {
     kind: {"model_type": kind} | sizes | ({"n_embd": 24} if kind == "gpt2" else {"sliding_window": None})
     for kind, sizes in SIZES.items()
@@ -195,9 +195,10 @@ def write_config(folder: Path, kind: str, values: Values) -> None:
 
 
 def check(folder: Path, kind: str, *settings: Value) -> bool:
-    """Check a config.json with all `settings`: it must give transformers' logits, or be rejected by one of its keys.
+    """Check a config.json with all `settings`.
 
-    Return True if it gives the logits, and False if it is rejected.
+    If no setting is refused, the converted model must give transformers' logits; return True. Otherwise the conversion
+    must fail with the error of a refused setting; return False.
     """
     values = {key: value for setting in settings for key, value in setting.keys.items()}
     reasons = [setting.refused for setting in settings if setting.refused is not None]

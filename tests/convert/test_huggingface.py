@@ -105,7 +105,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama3, a short context": ("llama", {"rope_parameters": LLAMA3 | ROPE | {"original_max_position_embeddings": 16}}),
 }
-# dtypes of saved models; the others are in fp32
+# dtypes in which these models are saved; all other models are saved in fp32
 DTYPES = {"gpt2 untied, exact gelu": torch.float16, "llama 3.2, one key head": torch.bfloat16}
 # models that the default tier converts
 FEW = (
@@ -176,8 +176,8 @@ def test_rotary_settings_are_read_into_flags(tmp_path):
 def logits_on_ranks(load: str, tp: int) -> torch.Tensor:
     """Load a checkpoint into a model with `tp` tensor-parallel ranks; return the logits [B, S, V].
 
-    B counts samples, S tokens of a sample, and V tokens of the vocabulary. The model pads the vocabulary for `tp`; the
-    logits leave the padding out.
+    B counts samples, S tokens of a sample, and V tokens of the vocabulary. The model's vocabulary is padded for `tp`
+    ranks, but the returned logits have no padding.
     """
     source, record = find_weights(CheckpointFolder(load, "--load"), None)
     config = dataclasses.replace(GPTConfig(**shape_of(record.flags)), hidden_dropout=0.0, attention_dropout=0.0)

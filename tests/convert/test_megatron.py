@@ -151,7 +151,10 @@ STORED: list[tuple[Any, str]] = [  # a change to the file of rank 1, as a functi
 
 @pytest.mark.parametrize(("change", "message"), STORED)
 def test_rank_whose_tensors_are_not_of_the_same_checkpoint_is_refused(tmp_path, change, message):
-    """Without these checks, rank 1's changed tensors would be joined with rank 0's, or be converted as weights."""
+    """Change rank 1's file as in STORED, and check that the import rejects it.
+
+    Otherwise rank 1's changed tensors would be joined with rank 0's, or be converted as if they were weights.
+    """
     file = write_megatron(tmp_path, weights_of(GPT), GPT, tp=2) / "iter_0000100" / "mp_rank_01" / "model_optim_rng.pt"
     torch.save(change(torch.load(file, weights_only=False)), file)
     with pytest.raises(ValueError, match=message):

@@ -74,7 +74,8 @@ def count_on_ranks(data: DataConfig, *samples: list[int]) -> tuple[int, int, int
 def test_sample_bytes_count_only_labels_with_a_loss():
     """Count the text bytes of samples: only bytes of labels with a loss count.
 
-    If a sample cuts a character, this is fewer than the three bytes of U+FFFD, to which the cut character is decoded.
+    A sample that cuts a character has only some of the character's bytes. Only these may count, and not the three bytes
+    of U+FFFD, to which the cut character is decoded.
     """
     document_end, padded = [*BYTES.encode("xy"), BYTES.eod, ord("z")], [*BYTES.encode("ab"), PADDING, PADDING]
     for masks, sample, expected in (

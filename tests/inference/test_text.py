@@ -22,7 +22,7 @@ BYTES = ByteTokenizer()
 
 
 def grow(text: str, *stop: str) -> list[str]:
-    """Add the tokens of `text` one by one; return after each the text that can no longer change.
+    """Add the tokens of `text` one by one. Return, for each added token, the text that can no longer change after it.
 
     The loop ends when one of the `stop` strings ends the text.
     """

@@ -456,7 +456,8 @@ def test_unsupported_or_missing_adapter_is_rejected(tmp_path):
 def test_peft_with_our_adapters_on_experts_matches_our_model(tmp_path, kind, targets):
     """Write adapters on experts, and compare logits of PEFT with our model.
 
-    The file has two matrices per expert, named as in transformers 4, which PEFT converts for transformers 5.
+    For each target, the file has matrices A and B per expert, under the names of transformers 4. PEFT converts them for
+    transformers 5.
     """
     import peft
     import transformers

@@ -87,7 +87,8 @@ def attention_by_heads(
 ) -> torch.Tensor:
     """Compute an attention layer one head at a time, as a reference.
 
-    Rows of the fused projection are [group, (queries, key, value), D].
+    x is [S, B, hidden]: S counts tokens and B samples. The fused projection's rows are in the order [group, (queries,
+    key, value), D], with D channels per head.
     """
     projected = x @ weights["qkv.weight"].t() + weights.get("qkv.bias", 0.0)
     groups, contexts = projected.unflatten(-1, (config.query_groups, -1, config.head_size)), []
@@ -146,7 +147,8 @@ def keeps_fused_product(inputs: AttentionInputs, **changes: Any) -> bool:
 def test_rotary_attention_does_not_keep_the_fused_projection(masked):
     """Check that attention with rotary embeddings frees the output of the fused query-key-value projection.
 
-    Rotated queries and keys are new tensors, and the copied values are only a small part of the projection.
+    Rotated queries and keys are new tensors. Attention copies the values, which are only a small part of the output, so
+    that no view keeps the rest in memory.
     """
     mask = document_mask(torch.tensor([0, 2, 6, 7, 12]), batch=2, seq=6) if masked else None
     core = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}

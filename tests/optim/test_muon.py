@@ -247,8 +247,8 @@ def test_muon_crosses_nodes_only_at_intervals_by_a_byte_per_element():
     assert never == adam
     matrices = model.layers * model.hidden * (4 * model.hidden + 2 * model.ffn_size)
     for index, (more, without) in enumerate(zip(at_times, never, strict=True), 1):
-        # Bytes per matrix element of this rank that full steps send in addition to `without`: a byte, and a share of
-        # the scales. Every second step is a full step
+        # `sent` is the number of bytes that a full step sends per matrix element of this rank, in addition to a run
+        # without full steps: one byte, and a share of the scales. Every second step is a full step.
         sent = (more - without) / (matrices / 4)
         assert sent == 0 if index % 2 else 1.0 < sent < 1.02
 

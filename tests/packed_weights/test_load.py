@@ -242,8 +242,8 @@ def stream(case: Case, load: str, config: WeightsConfig) -> tuple[list[list[int]
     assert bytes_of_live_messages() == units.plan.device_bytes(config.prefetch_layers, fetched=on_disk)
     assert dims.counter.sent_bytes("cross") == 0
     assert (dims.counter.sent_bytes("local") > 0) == (dims.local.size > 1)
-    # Besides generation, the losses needed one pass over all layers. Afterwards the reader has fetched one of the two
-    # layers ahead, for a pass that never came.
+    # Besides generation, the losses needed one pass over all layers. Afterwards the reader has already fetched one of
+    # the two layers for a next pass, which does not take place.
     if on_disk:
         fetched = sum(units.plan.streamed[index].num_bytes for (_, index), _ in fetch.call_args_list)
         assert fetched == (passes + 1 + 0.5 * (config.prefetch_layers > 0)) * units.plan.pass_bytes

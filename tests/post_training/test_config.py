@@ -43,7 +43,10 @@ def given(name: str) -> str:
 
 
 def beside(name: str) -> str:
-    """Return the flags that turn on the feature to which the flag `name` belongs, and the features that it needs."""
+    """Return the flags that turn on the feature to which the flag `name` belongs, and what that feature itself needs.
+
+    For example, a flag of a reward function gets the flag that names the function.
+    """
     needs, own = NEEDS[name], BESIDE.get(name, "")
     if needs is None:
         return own

@@ -204,7 +204,10 @@ STEADY = {  # templates with which the answer's beginning is known, and the answ
 
 
 def test_prompt_that_a_template_changes_after_the_answer_is_refused(path):
-    """The loss mask would otherwise begin inside the prompt, where both texts first differ."""
+    """Check that a template is refused if it renders a prompt differently once an answer follows.
+
+    Otherwise the loss mask would begin inside the prompt, where the texts with and without the answer first differ.
+    """
     asked = [{"role": "system", "content": "kurz"}, USER, {**WORSE, "reasoning_content": "hm"}, USER]
     for source in MOVING.values():
         template = ChatTemplate(TOKENIZER, source, name="T")

@@ -104,9 +104,9 @@ def loaded_everywhere(case: Case, load: str) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}])
 def test_buffers_arrive_wherever_weights_are_loaded_or_copied(load, layout):
-    """Load a checkpoint in three ways. All models have the same buffers, and equal losses up to fp32 sums of layouts.
+    """Load a checkpoint in three ways. All models must have the same buffers, and equal losses up to fp32 rounding.
 
-    The checksums of frozen models include the buffers.
+    Layouts add fp32 numbers in different orders. The checksums of frozen models include the buffers.
     """
     for results in ranks(2).run(loaded_everywhere, dataclasses.replace(CASE, **layout), load):
         expected = results["loaded"]

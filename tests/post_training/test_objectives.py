@@ -161,7 +161,7 @@ def test_router_losses_change_gradients_and_no_logged_loss():
 
 
 def compare_with_logits(case: PostCase) -> torch.Tensor:
-    """Compare a token head's losses, entropy and values with those computed from logits. Return the values."""
+    """Compare the losses, entropy and values of a token head with the same numbers from logits. Return the values."""
     (model, _), _ = build(case)
     batch = synthetic_batch(case, 0, [0, 1, 2])
     with torch.no_grad():
@@ -207,8 +207,8 @@ def test_mean_over_an_empty_mask_is_left_out():
 def test_score_is_the_value_at_the_answers_last_token():
     """The score of a text is the value at its answer's last token.
 
-    The mask marks the labels of the answer, whose positions are one before the tokens. So the last token is one
-    position after the mask.
+    The mask marks the answer's labels. A label is one position before its token, so the answer's last token is one
+    position after the last marked label.
     """
     values = torch.arange(12.0).view(2, 6)
     mask = torch.tensor([[0.0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]])

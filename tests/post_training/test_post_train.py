@@ -189,7 +189,7 @@ def test_chat_template_is_saved_exported_and_compared_on_resume(home):
     plain = (
         f"--objective sft --train-data-path chats.jsonl {LAYOUT} {ONE_RANK} --train-iters 1 --chat-template own.jinja"
     )
-    # data without conversations needs no template, so its checkpoint saves none
+    # data without conversations needs no template, so the checkpoint of a run on such data has none
     post_train(home, "plain", plain, load="spoken")
     assert list((home / "plain").glob("tokenizer-*/chat_template.jinja")) == []
 
@@ -373,7 +373,7 @@ def test_grpo_run_resumed_inside_a_buffer_is_bit_identical(home, name, extra):
 def test_grpo_with_states_in_host_memory_is_bit_identical(home, request, layout, offload):
     """Train GRPO with optimizer states in host memory, and compare with states on the device.
 
-    Generation uses the updated weights, whose updates on the host are delayed here until after generation starts.
+    Generation must wait for the updated weights: this test delays the host's updates until after generation starts.
     """
     (home / "delayed.py").write_text(REWARDS + DELAYED_UPDATES)
     drawn = f"--objective grpo {DRAWN} --num-generations 4 --num-iterations 2 --train-iters 5"
@@ -431,7 +431,8 @@ def biases(folder: Path) -> list[torch.Tensor]:
 def test_biases_of_experts_are_constant_and_lora_runs_can_be_used(home):
     """Fine-tune a model with biases of experts, as in GLM.
 
-    SFT keeps the biases unless --moe-router-bias-update-rate is given. Adapters beside them can be merged and exported.
+    SFT keeps the biases unless --moe-router-bias-update-rate is given. A LoRA run on such a model can generate text,
+    and can be converted.
     """
     style = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --num-experts 4"
     router = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"

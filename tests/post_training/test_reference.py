@@ -121,7 +121,10 @@ def examples(seed: int) -> Examples:
 
 
 def expected() -> torch.Tensor:
-    """Return the expected log-probabilities of each pair: minus the sum of its labels / 16, which is exact in fp32."""
+    """Return the expected log-probabilities [PAIRS, 2], one for each of a pair's two rows.
+
+    A row's number is minus the sum of its labels with a loss, divided by 16, which is exact in fp32.
+    """
     rows = map(examples(1).row, range(2 * PAIRS))
     return -torch.tensor([float((tokens * mask).sum()) for tokens, mask in rows]).view(PAIRS, 2) / 16
 

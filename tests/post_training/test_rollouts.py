@@ -213,9 +213,9 @@ def test_inter_node_bytes_of_a_rollout_do_not_depend_on_its_length():
 
 
 def draw_unevenly(case: PostCase) -> list[int]:
-    """Let each data rank sample different prompts with another limit of tokens.
+    """Let each data rank sample another number of prompts, with another limit of tokens.
 
-    Return the lengths of the completions.
+    Return the lengths in tokens of this rank's completions.
     """
     loader = open_loader(case)
     rank = loader.sampler.dims.data_rank
