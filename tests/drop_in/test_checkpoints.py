@@ -253,8 +253,8 @@ def test_checkpoints_load_with_and_without_zeropp(case, tmp_path):
 def resume(folder: str, kind: str, moment: str) -> None:
     """Check that a loaded run, and a run that loads from a new save of this run, repeat the losses of the first run.
 
-    The new save of the state of ZeRO++ happens before any step has used the loaded state. `moment` is an argument
-    `handle` of `Run.load`.
+    The new save of the state of ZeRO++ happens before any step has used the loaded state. `moment` is passed to
+    `Run.load` as `handle`.
     """
     run = Run(kind)
     run.steps(0, 2)

@@ -400,9 +400,9 @@ def test_training_of_experts_resumes_bit_for_bit(tmp_path):
 def resumed(kind: str | None, case: dict[str, Any], folder: str, *, trained: bool = False) -> dict[str, torch.Tensor]:
     """Resume from a checkpoint, train two steps, and return their losses and the weights after them.
 
-    With `trained`, the model has trained on other data before, so that all of its states differ from the checkpoint's.
-    It also loads the state of ZeRO++, which belongs to another expert-parallel degree. Otherwise the model and the
-    state of ZeRO++ are new.
+    If `trained` is True, the model has trained on other data before, so all of its states differ from the checkpoint's.
+    It then also loads the saved state of ZeRO++, which belongs to another expert-parallel degree. If `trained` is
+    False, the model and the state of ZeRO++ are new.
     """
     model, handle, optimizer = build(kind, case)
     if trained:

@@ -350,9 +350,10 @@ def test_random_schedules_merge_every_sample_once_in_one_chain(examples, fragmen
 
 @pytest.mark.parametrize(("grace", "columns"), [(1.0, {0, 1}), (math.inf, {0})])
 def test_fast_group_takes_cells_of_others_unless_it_waits_for_all(grace, columns):
-    """Group 0 finishes its cell of the last, short block before group 1 has asked for a cell.
+    """Group 0 finishes its cell of the run's only block, which has two steps, before group 1 has asked for a cell.
 
-    It may then lease group 1's cell too, unless rounds wait for all groups (an infinite grace).
+    A block is the steps between two synchronizations. Group 0 may then lease group 1's cell too, unless rounds wait for
+    all groups (an infinite grace).
     """
     world = World(RULES._replace(groups=2, iterations=2, grace=grace))
     world.start(0)
@@ -697,7 +698,10 @@ def test_restarted_coordinator_waits_for_the_same_groups_in_the_first_round():
 
 
 def test_start_waits_anew_if_the_group_that_began_the_wait_has_left():
-    """A run starts without its third group after 60 s (ASSEMBLY_SECONDS), here counted from the start of group 1."""
+    """A run starts without its third group after 60 s (ASSEMBLY_SECONDS).
+
+    They count from the start of group 1 here, because group 0, which started first, has been killed.
+    """
     world = World()
     world.start(0)
     world.wait(20)
@@ -725,7 +729,11 @@ def test_version_whose_holders_died_during_the_grace_is_not_committed():
 
 
 def test_contribution_takes_the_steps_of_two_leases_in_the_order_in_which_they_were_granted():
-    """The first two steps are a separate lease, because group a had published them before it was lost."""
+    """Group a leased four steps, and had published two of them before it was lost. Group b leases all four steps.
+
+    The steps that group a had not published are a separate lease, which group b gets first. So the three steps that
+    group b publishes are the last two of the four, and then the first one.
+    """
 
     def published(group: str, steps: int) -> dict[str, Any]:
         return {"publish": {"cid": group, "group": group, "steps": steps}}

@@ -215,9 +215,9 @@ def test_coordinator_that_is_killed_and_started_again_ends_no_group(tmp_path, ne
 
 
 def test_stopped_group_is_not_waited_for_and_its_return_is_refused(new_site):
-    """The two other groups hold each other's messages, so they can go on.
+    """Suspend the processes of group b. The two other groups hold each other's messages, so they train on.
 
-    With only one other group, a version would have to wait until the stopped group is out.
+    With only one other group, a version would have to wait until group b is out.
     """
     site = new_site("--train-iters", "3000", "--diloco-grace", "0.5", groups=3)
     a, b, c = (site.start(name) for name in "abc")
@@ -267,7 +267,10 @@ def test_signal_ends_one_group_and_the_others_train_its_samples(new_site):
 
 
 def test_signals_to_all_groups_save_the_newest_outer_weights(tmp_path, new_site):
-    """No group is left to save the outer weights at the next save interval, and a restart continues from the save."""
+    """Stop all groups by a signal. No group is left to save at the next interval, so the groups must save as they end.
+
+    Groups that start again continue from this checkpoint.
+    """
     folder = str(tmp_path / "saved")
     site = new_site("--train-iters", "3000", "--save", folder, "--load", folder, outer=OUTER[:2])
     a, b = site.start("a"), site.start("b")

@@ -243,8 +243,8 @@ def test_document_memory_follows_the_devices_attention_kernel(name, dropout, mas
 
 
 # The values of LARGE_VOCABULARY and the last items of the entries of ALLOCATED are peak bytes of torch's allocator.
-# They were measured with torch 2.11 for four steps, with a stand-in for the CUDA driver that computes nothing. cuBLAS
-# keeps two workspaces of 32 MiB on an H100: one for the thread of forward, and one for the thread of backward.
+# They were measured with torch 2.11 for four steps, with a fake CUDA driver that computes nothing. cuBLAS keeps two
+# workspaces of 32 MiB on an H100: one for the thread of forward, and one for the thread of backward.
 WORKSPACES = 2 * 2**25
 LARGE_VOCABULARY = {
     "": 1_017_046_016,

@@ -1,9 +1,12 @@
 """Compare the planner with published measurements. The errors are recorded, so a change of them fails a test.
 
 The calibration (fractions of data-sheet rates) is fitted to the rows in FITTED, and for H100 of 500 W to the run inside
-one node. Nothing is fitted to the other rows. But some formulas were chosen with knowledge of some rows. The ZeRO++
-rows were known for the path from ranks to shared network adapters. The SDP4Bit rows were known for the rule which nodes
-have such a path (`shares_adapters`), and for Megatron-LM's attention.
+one node. Nothing is fitted to the other rows, but some formulas were chosen with knowledge of other rows:
+
+    of ZeRO++   the time on the path from ranks to network adapters that they share
+    of SDP4Bit  the rule which nodes have such a path (`shares_adapters`), and the costs of Megatron-LM's attention
+
+The rows are from these sources:
 
     ZeRO++      arXiv 2306.10209, figures 9 and 10, and the DeepSpeed project's article: 384 V100 in 24 DGX-2, fp16, no
                 gradient accumulation; TFLOP/s per GPU of ZeRO-3 and ZeRO++, as the charts print them
@@ -69,7 +72,7 @@ class DeepSpeedCosts(ClusterCosts):
 
 
 class MegatronCosts(ClusterCosts):
-    """Costs of Megatron-LM's attention without flash attention: its scores are stored, and recomputed in backward.
+    """Costs of Megatron-LM without flash attention: scores are written to memory, and computed again in backward.
 
     For S tokens, forward, recomputation and backward take 2, 2 and 4 matrix products with the complete S x S matrix of
     scores. A causal kernel computes only half of this matrix. Softmax and dropout also pass over the scores: 4.5 times

@@ -217,7 +217,8 @@ def test_simulated_traffic_with_experts_equals_a_real_steps_except_for_uneven_to
 def test_repeated_micro_batches_take_as_long_as_simulated_ones(zero, network):
     """Compare a step of which few micro-batches are simulated with the same step simulated completely.
 
-    The host launches kernels more slowly than these small layers compute. After a wait for the network it is ahead.
+    The host launches kernels more slowly than the device computes these small layers. Only after the device has waited
+    for the network is the host ahead of the device, so the step has both states.
     """
     links = Links(domain=Link(100.0), network=Link(network))
     whole, repeated = (plan(wide(zero=zero, stage=zero.stage, precision=BF16), links=links) for _ in range(2))

@@ -85,7 +85,7 @@ def experts_on_ranks(case: Case) -> tuple[dict[str, torch.Tensor], list[tuple[st
 def test_ranks_draw_only_experts_of_which_they_hold_rows(size, layout, num_drawn):
     """The matrices of the 4 experts have 20 rows each, so each of 3 ranks holds rows of two experts.
 
-    All weights equal those that one process draws.
+    All weights equal the weights that one process draws.
     """
     model = dataclasses.replace(MIXTURE_STYLE, make_vocab_size_divisible_by=1)
     expected = one_process_weights(model)

@@ -1,7 +1,7 @@
 """Test the ways to load weight patches into vLLM and SGLang (docs/guides/inference_engines.md).
 
-The programs of the page talk to a stand-in server, which records the requests. vLLM's back end runs with vLLM's own
-classes where vLLM is installed, and otherwise with stand-ins that have the same interface.
+The programs of the page send requests to a fake server, which records them. This project's back end for vLLM runs with
+vLLM's own classes if vLLM is installed, and otherwise with fake classes that have the same interface.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def engine():
-    """Run a stand-in for an inference engine's server, which records each request as (path, values)."""
+    """Run a fake server of an inference engine, which records each request as (path, values)."""
     requests: list[tuple[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -139,7 +139,7 @@ class Policy(torch.nn.Module):
 
 
 def stand_in_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put stand-ins for those vLLM modules into sys.modules that this project's back end imports."""
+    """Put fakes of the vLLM modules that this project's back end imports into sys.modules."""
     info, update = TypeVar("info"), TypeVar("update")
 
     class Engine(Generic[info, update]):

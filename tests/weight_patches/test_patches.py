@@ -202,7 +202,11 @@ def test_follower_continues_at_newer_weights_when_old_patches_are_gone(chain, sm
 
 
 def test_follower_reads_the_weights_of_a_run_that_has_made_its_folder_again(chain, small_chain):
-    """Its steps are those of `small_chain` plus 4, so its first weights are of the step that the reader has."""
+    """Replace the files of a reader's folder by the files of another run, whose steps are 4 higher.
+
+    The other run's first weights are of step 5, which is the step that the reader already has. The reader must read
+    them, and not keep the weights of the old run.
+    """
     reader, files = PatchReader(chain.parent), {path.name: path.read_bytes() for path in chain.iterdir()}
     assert reader.advance() == 5
     for path in chain.iterdir():
@@ -258,7 +262,10 @@ def test_folder_that_cannot_be_written_to_is_named_before_training(tmp_path):
 
 
 def test_only_one_job_writes_weight_patches_into_a_folder(tmp_path, monkeypatch):
-    """Refuse a second job, whose chain would be the newest, so that engines would load its weights."""
+    """Check that a second job is refused.
+
+    Its chain would be the newest one, so engines would load the weights of the second job.
+    """
     monkeypatch.setattr("megazpp.base.files.LOCK_SECONDS", 0.1)
     CheckpointFolder(tmp_path / "patches", "--save").lock()  # --save may name the same folder
     folder, lock = take_patches_folder(str(tmp_path / "patches"), 0)

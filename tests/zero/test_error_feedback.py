@@ -61,7 +61,7 @@ def test_stored_errors_are_clipped_with_gradients_once_per_step(zero, micro_batc
 
 
 def test_first_steps_error_is_averaged_with_beta():
-    """After the first step, the scales of the averaged errors are 0.2 (1 - beta) times the scales without an average.
+    """After the first step, the scales of the averaged errors are 1 - beta = 0.2 times the scales without an average.
 
     The tolerance covers the rounding of both scales to bf16.
     """
