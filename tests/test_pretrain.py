@@ -129,7 +129,7 @@ def test_timeline_and_profile_cover_their_steps_and_timers_are_logged(main_job):
 
 @pytest.mark.slow
 def test_reused_run_folder_keeps_records_and_args_txt_repeats_losses(main_job, home):
-    """The repeated run's losses are bit-identical, and it reuses the cached tokenizer."""
+    """A run with the flags in the first run's args.txt has bit-identical losses, and reuses the cached tokenizer."""
     before = (main_job.folder / "metrics.jsonl").read_bytes()
     run = home.pretrain(f"@{main_job.folder / 'args.txt'}", "--sample-tokens", "3", run="main", nproc=None)
     assert (run.folder / "metrics.jsonl").read_bytes().startswith(before)

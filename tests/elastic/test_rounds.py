@@ -700,7 +700,7 @@ def test_restarted_coordinator_waits_for_the_same_groups_in_the_first_round():
 def test_start_waits_anew_if_the_group_that_began_the_wait_has_left():
     """A run starts without its third group after 60 s (ASSEMBLY_SECONDS).
 
-    They count from the start of group 1 here, because group 0, which started first, has been killed.
+    The 60 s must count from the start of group 1, because group 0, which started first, has been killed.
     """
     world = World()
     world.start(0)

@@ -383,9 +383,9 @@ def training(check: Check) -> None:
 def streams(check: Check) -> None:
     """Train with several sharding configurations on four ranks of one GPU.
 
-    Steps with overlap, random delays and NaN-filled freed memory on the communication streams must be bit-identical to
-    undisturbed steps without overlap. So must steps with training states in host memory be. Among runs with the same
-    optimizer, each loss must be close to ZeRO-3's.
+    Two kinds of steps must be bit-identical to undisturbed steps without overlap: steps with overlap, random delays and
+    NaN-filled freed memory on the communication streams, and steps with training states in host memory. Among runs with
+    the same optimizer, each loss must be close to ZeRO-3's.
     """
     splits = SPLITS[: 2 + check.long]
     for index, split in enumerate(splits):

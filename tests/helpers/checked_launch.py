@@ -1,4 +1,4 @@
-"""Stand in for `torchrun`, `srun` and `sbatch` on one machine: check all flags of a job, and start nothing.
+"""Fake of `torchrun`, `srun` and `sbatch`: check all flags of the job that the command would start, and start nothing.
 
 A test puts this program in place of the launchers, so that it can check the launch commands of the documentation.
 

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class FakeDims:
-    """Stand-in for the mesh of one rank on the first of two nodes, with a counter to which the fake step adds bytes."""
+    """Fake mesh of one rank on the first of two nodes, with a counter to which the fake step adds bytes."""
 
     def __init__(self) -> None:
         self.counter, self.timeline = TrafficCounter(), Timeline()
@@ -40,7 +40,7 @@ class FakeDims:
 
 @dataclass
 class FakeStep:
-    """Stand-in for `TrainStep`: each call counts 100 sent bytes and reports the next of the given losses.
+    """Fake of `TrainStep`: each call counts 100 sent bytes and reports the next of the given losses.
 
     A NaN among the losses means a skipped step. Like `TrainStep`, a call reads the numbers of the previous step, unless
     the loop has already read them by `check` or `wait`. Reading the numbers of step `bad` raises NotFiniteError.
@@ -74,7 +74,7 @@ class FakeStep:
 
 
 class FakeLoader:
-    """Stand-in for the data loader of the first of two data-parallel ranks, which gets half of each batch."""
+    """Fake data loader of the first of two data-parallel ranks, which gets half of each batch."""
 
     wait_seconds = 0.0
 

@@ -147,7 +147,7 @@ class Case:
 
 @dataclass
 class FixedBatches:
-    """Stand-in for a data loader, which returns the same micro-batches in every step."""
+    """Fake data loader, which returns the same micro-batches in every step."""
 
     batches: list[MicroBatch]
 

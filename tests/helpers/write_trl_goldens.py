@@ -102,7 +102,7 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def accelerator() -> SimpleNamespace:
-    """Return a stand-in for Accelerate's `Accelerator` in a job with one process, as TRL's loss functions use it."""
+    """Return a fake of Accelerate's `Accelerator` in a job with one process, as TRL's loss functions use it."""
 
     def same(value: Any, **_: object) -> Any:
         return value

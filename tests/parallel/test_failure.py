@@ -48,7 +48,7 @@ def answer(facts: dict[str, str], store: dist.Store, place: RankInfo, host: str)
 
 
 def fail(text: str, store: dist.Store, place: RankInfo, host: str) -> None:
-    """Tell all ranks that this rank has failed; the first rank of a host has printed the error before."""
+    """Tell all ranks that this rank has failed, after printing the error if this rank is the first one of its host."""
     if place.local_rank == 0:
         UserError(text).show()
     tell(FirstFailure(store, place, host=host), place, UserError(text))
@@ -57,7 +57,8 @@ def fail(text: str, store: dist.Store, place: RankInfo, host: str) -> None:
 def on_ranks(*work: Answer) -> list[Any]:
     """Run one function per rank in a thread with its own connection to the store, and return the results in rank order.
 
-    Each function gets the store, the place of its rank, and the name of its host. All begin once all have connected.
+    Each function gets the store, the place of its rank, and the name of its host. No function begins before all ranks
+    have connected.
     """
     server, connected = loopback_store(listen(Address(LOOPBACK, 0))), threading.Barrier(len(work), timeout=60)
 
@@ -125,7 +126,7 @@ def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypat
 
 
 def test_rank_that_waits_for_connections_ends_if_another_has_failed(monkeypatch, capfd):
-    """The rank is in C++ code, and another thread of its process reads the record."""
+    """While a rank waits in C++ code, another thread of its process must read the failure's record and end the rank."""
     store, left = dist.HashStore(), list[int]()
 
     def leave(code: int) -> NoReturn:

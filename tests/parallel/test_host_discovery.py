@@ -165,7 +165,7 @@ class FabricInfo(ctypes.Structure):
 
 
 def nvml(ends: Any = (), reachable: Any = (), fabric: Any = None, without: str = "") -> SimpleNamespace:
-    """Return a stand-in for pynvml on a host with GPUs 0 to 3 at the bus addresses 0x1b to 0x4b.
+    """Return a fake pynvml on a host with GPUs 0 to 3 at the bus addresses 0x1b to 0x4b.
 
     A handle of a GPU is its index.
 

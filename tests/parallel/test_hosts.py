@@ -123,7 +123,10 @@ def test_reason_reaches_the_other_hosts():
 
 
 def test_failure_of_a_rank_ends_the_other_hosts_but_not_its_own():
-    """A rank prints its error on its own host, whose launcher lets it end by itself."""
+    """The launcher of the failed rank's own host lets the rank print its error and end by itself.
+
+    So only the launchers of other hosts may take the failure as the end of the job.
+    """
     with connected_hosts() as (here, there, pool):
         store = dist.TCPStore("127.0.0.1", here.port, is_master=False)
         rank = FirstFailure(store, RankInfo(started=True, world_size=2, rank=1), host="beta")

@@ -421,7 +421,11 @@ def test_kernel_without_batch_scheduling_is_no_failure(monkeypatch):
 
 
 def test_host_whose_name_is_a_loopback_address_listens_on_the_way_to_rank_0(monkeypatch):
-    """Rank 0's own name may have a loopback address on its host, which leaves the choice to gloo."""
+    """A host whose own name means a loopback address must listen at the address from which it reaches rank 0.
+
+    Gloo chooses the address (None) if the name has another address, or if the host reaches rank 0 over loopback, so
+    that it is rank 0's host itself.
+    """
     for name, on_the_way, expected in (
         ("127.0.1.1", "10.0.0.2", "10.0.0.2"),
         ("10.1.0.2", "10.0.0.2", None),

@@ -85,7 +85,7 @@ def test_cuda_times_are_tied_to_the_clock_by_one_event(monkeypatch):
     now, stream, synchronized = [5000.0], ["compute"], []
 
     def event(*, enable_timing):
-        """Return a stand-in for a CUDA event of a device whose clock shows the last number of `now` in milliseconds."""
+        """Return a fake CUDA event of a device whose clock shows the last number of `now`, in milliseconds."""
         assert enable_timing
         made = SimpleNamespace(synchronize=int)
         made.record = lambda: setattr(made, "at", now[-1])

@@ -223,7 +223,7 @@ def test_disabled_wandb_records_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
 def test_wandb_with_a_dead_service_raises_and_does_not_hang(tmp_path):
-    # Services of earlier tests may still run, so only a new process counts. A service forks to start helpers, which have
+    # Services of earlier tests may still run, so only a new process counts. A service forks to start helpers. These have
     # the service's name for a moment, so only direct children of this process count.
     before = {*psutil.Process().children()}
     sink = open_wandb(tmp_path)
