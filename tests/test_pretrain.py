@@ -354,7 +354,7 @@ def test_ctrl_c_saves_leaves_no_process_and_prints_a_working_command(home):
 
 @pytest.mark.slow
 def test_second_ctrl_c_ends_the_run_and_wandb_at_once(home):
-    # Both signals arrive in step 2, which lasts longer than 10 s. They reach only the launcher
+    # Both signals arrive in step 2, which lasts longer than 10 s. Only the launcher gets them
     flags = "--train-samples 40000 --rampup-batch-size 4 4092 4 --global-batch-size 4096"
     code, output = interrupted(home, 1, 2, *flags.split(), python=str(forked_python()))
     assert code == 130

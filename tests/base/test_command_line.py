@@ -228,7 +228,7 @@ def test_help_and_configs_have_the_defaults_of_the_program_and_of_checkpoints():
 
 
 def test_help_breaks_no_flag():
-    """argparse's own formatter would end lines at the hyphens inside of flags."""
+    """Check that no line of a help text ends inside a flag. argparse's own formatter would break lines at hyphens."""
     widths = range(20, 60)
     lines = [
         line for width in widths for line in HelpFormatter("p")._split_lines("set --a-b-c --no-d-e too " * 4, width)

@@ -50,7 +50,7 @@ def test_files_are_summed_in_chunks_and_undamaged_ones_pass(folder):
 def test_damaged_files_are_named_and_ranks_verify_the_files_they_wrote(folder):
     """Damage three files, and check the messages.
 
-    Each rank verifies the files that it wrote, and rank 0 also those that no rank wrote.
+    Each rank verifies the files that it wrote. Rank 0 also verifies the files that no rank wrote.
     """
     (folder / "__1_0.large").write_bytes(LARGE[:-1] + b"x")
     os.truncate(folder / ".hidden with spaces", 2997)

@@ -126,7 +126,7 @@ class Call:
 def test_checkpoint_index_with_code_is_rejected_and_not_run(saved, tmp_path):
     """Put a call of os.mkdir into the pickled index of a checkpoint, and check that loading refuses to run it.
 
-    The checksums are made valid, because they protect against accidents and not against attacks.
+    The checksums are made valid, because checksums protect against accidents and not against attacks.
     """
     checkpoint = shutil.copytree(saved, tmp_path / "copy") / "iter_0000002"
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Call(os.mkdir, str(tmp_path / "executed"))))

@@ -84,7 +84,8 @@ def test_layouts_read_each_bit_of_each_other_and_say_what_begins_anew(tmp_path, 
 def load_move_and_reload(case: Case, **flags: str | int) -> str:
     """Load a checkpoint of another layout, train a step, and load the checkpoint again.
 
-    Check that this restores the state as loaded, and return the hash of the state of torch's random generator.
+    Check that the second load restores the state as the first one loaded it. Return the hash of the state of torch's
+    random generator.
     """
     attempt = Attempt(case, **flags)
     progress = attempt.load()

@@ -1,6 +1,6 @@
 """Test the output folder of a checkpoint conversion.
 
-It is complete or does not exist, and existing files never change.
+A conversion that fails or is killed leaves the folder missing or empty, as it was before. Existing files never change.
 """
 
 import multiprocessing

@@ -321,8 +321,8 @@ def test_pickled_file_is_read_as_weights_only(tmp_path, content, capsys):
 def test_old_folders_are_read_like_transformers_reads_them(tmp_path, zipped):
     """Convert old Hugging Face folders, and compare logits with transformers.
 
-    They have pickled files whose names lack the model's prefix, buffers for rotary embeddings and causal masks, and one
-    layer in fp32.
+    The folders have pickled files with buffers for rotary embeddings and causal masks. Names of tensors lack the
+    model's prefix. One layer is in fp32.
     """
     for kind in ("llama", "gpt2"):
         folder = tmp_path / kind

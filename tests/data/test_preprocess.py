@@ -163,7 +163,7 @@ def print_own_and_wait(_: int) -> None:
 
 
 def test_results_come_in_order_and_closing_ends_the_workers():
-    """Map a function over infinitely many items. This can end only because items are read just a little ahead."""
+    """Map a function over infinitely many items, which can end only if items are taken just a few ahead of results."""
     taken = itertools.count()
     results = map_in_processes(double_slowly_at_first, taken, 2)
     found = [next(results)]

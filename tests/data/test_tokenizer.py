@@ -181,7 +181,7 @@ def test_eos_of_a_hugging_face_folder_is_its_eod(tmp_path):
 
 def test_eods_name_in_a_text_becomes_eod_with_its_span(one_of_each, byte_level_bpe):
     # If the folder sets split_special_tokens, transformers does not recognize special tokens in a text. This project
-    # does, because documents are joined by them.
+    # recognizes them, because it joins documents by special tokens.
     files = definition(byte_level_bpe.to_str(), tokenizer_config={"split_special_tokens": True})
     for tokenizer in (*one_of_each, HFTokenizer(files)):
         name = tokenizer.eod_name

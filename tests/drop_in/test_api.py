@@ -375,7 +375,7 @@ def bytes_per_step(frozen: str, *, width: int = 16, bits: int = 16) -> list[int]
 def test_frozen_weights_cross_nodes_only_once():
     """Each rank has half of the parameters, and sends 4 bytes per element of them to the only other node.
 
-    In the second step, it may send trained parameters only.
+    In the second step, a rank may send only its trained parameters.
     """
     matrix, bias = 4 * 16 * 16 // 2, 4 * 16 // 2
     whole = 4 * (matrix + bias)

@@ -1,7 +1,7 @@
 """Test checkpoints of models with `megazpp.zeropp`.
 
-They have the same contents as without ZeRO++. The state of ZeRO++, such as error feedback, is saved in files beside
-them.
+The checkpoints have the same contents as without ZeRO++. The state of ZeRO++, such as error feedback, is saved in files
+beside them.
 """
 
 import contextlib

@@ -71,7 +71,7 @@ class SumTokens(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Experts that are split over expert-parallel ranks; a rank skips those of its experts that get no tokens."""
+    """Experts that are split over expert-parallel ranks; a rank skips its experts without tokens."""
 
     mesh: DeviceMesh  # mesh of one dim over the expert-parallel ranks
 

@@ -35,7 +35,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Callable[[], Ranks]]:
-    """Yield a function that returns two worker processes. It starts new ones if a failed test has killed the last ones.
+    """Yield a function that returns two worker processes, and starts new ones if a failed test has killed them.
 
     The processes end after the last test of this module, because imported frameworks take much memory.
     """

@@ -47,7 +47,7 @@ def small_config(parallelism: Any, *, lora: bool) -> Any:
 
 @functools.cache
 def parallel_dims(ep: int, tp: int) -> Any:
-    """Return torchtitan's meshes, made once per process, because it compares meshes by identity."""
+    """Return torchtitan's meshes, made once per process, because torchtitan compares meshes by identity."""
     from torchtitan.config import ParallelismConfig
     from torchtitan.distributed import ParallelDims, utils
 

@@ -155,8 +155,8 @@ def test_reflected_frame_is_refused():
 def test_rank_that_does_not_read_delays_no_one_and_gets_the_newest_state(tmp_path, monkeypatch):
     """The fast rank reads six states while the slow rank reads none.
 
-    The slow rank then reads an old state, which its connection has buffered, and within three states one that is newer
-    than the fast rank's last. The coordinator does not send it all the states between these two.
+    The slow rank then reads an old state, which its connection has buffered. The second or third state that it reads
+    must be newer than the fast rank's last one, so the coordinator skips the states between for the slow rank.
     """
     state, numbers = Rounds.state, itertools.count()
     filler = "x" * 8_000_000  # more bytes than the kernel buffers for a connection

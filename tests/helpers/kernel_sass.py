@@ -1,7 +1,7 @@
 """Compile the Triton kernels for sm_90, which needs no GPU, and print the number of each SASS instruction as JSON.
 
-The tests run this program in a separate process, because they set TRITON_INTERPRET=1, under which Triton compiles
-nothing.
+The tests run this program in a separate process, because their own processes have set TRITON_INTERPRET=1, under which
+Triton compiles nothing.
 """
 
 import json

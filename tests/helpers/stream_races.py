@@ -116,7 +116,7 @@ class Memory:
 
     Attributes:
         alive: weak reference to the storage, which expires when the program drops the storage.
-        streams: the stream that allocated the memory, followed by those that `record_stream` has named.
+        streams: the stream that allocated the memory, followed by the streams that `record_stream` has named.
         accesses: uses of the memory that later uses may still conflict with.
     """
 

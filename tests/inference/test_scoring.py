@@ -38,7 +38,7 @@ def paths(tmp_path) -> list[str]:
 def score_on_ranks(case: Case, path: str, cache: str, micro_batch_size: int) -> tuple[Score, float]:
     """Score a file on all ranks; return the score, and the mean loss of a plain loop over the same windows.
 
-    Both use the same model.
+    The score and the plain loop use the same model.
     """
     model, sharding, dims = build_on_ranks(case)
     data = DataConfig(seq_length=16, data_cache_path=cache, num_workers=0)

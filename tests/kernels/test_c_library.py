@@ -1,6 +1,6 @@
 """Test the compilation of a C file at its first use.
 
-It happens once per machine, is safe for concurrent processes, and has readable errors.
+The compilation happens once per machine, is safe for concurrent processes, and has readable errors.
 """
 
 import re

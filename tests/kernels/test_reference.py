@@ -59,7 +59,7 @@ def test_int8_divides_the_largest_magnitude_into_127_steps():
 
 
 def test_int4_scale_lets_values_exceed_the_integers_by_under_half_a_step():
-    """Check the int4 scale: the largest quotient value / scale may leave -8..7 by less than half, so it is not clipped.
+    """Check that int4 quotients value / scale leave the range -8..7 by less than 0.5, so that none has to be clipped.
 
     The expected bytes follow from the order of nibbles: the lower nibbles of a block's bytes hold the first half of the
     block, the upper nibbles the second half.

@@ -52,8 +52,8 @@ def blocks_of_all_kinds(dtype: torch.dtype, last: int) -> tuple[torch.Tensor, to
 def coded(module: ModuleType, new: torch.Tensor, old: torch.Tensor, capacity: int) -> tuple[torch.Tensor, ...]:
     """Encode the delta of new and old weights by `module`.
 
-    Return the kinds, halves, body and size counters. Their memory is filled with 77 before, so that a byte that was not
-    written shows.
+    Return the kinds of all blocks, `halves` (half of the size in bytes of each block's body), the bodies and the size
+    counters. Their memory is filled with 77 before, so that a byte that was not written shows.
     """
     device, num_blocks = DEVICE if module is TRITON else "cpu", -(-len(new) // reference.BLOCK)
     kinds, halves = torch.full((2, num_blocks), 77, dtype=torch.uint8, device=device)

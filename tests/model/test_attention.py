@@ -163,8 +163,8 @@ def test_rotary_attention_does_not_keep_the_fused_projection(masked):
 def test_attention_without_rotary_keeps_the_fused_projection():
     """Check that attention keeps the output of the fused query-key-value projection where freeing it saves nothing.
 
-    Without rotary embeddings, queries, keys and values are views of this output. With norms of heads, it is the norms'
-    input, which their backward needs.
+    Without rotary embeddings, queries, keys and values are views of this output. With norms of heads, the output is the
+    input of the norms, whose backward needs it.
     """
     rotary = config_angles(rotated(4), torch.arange(6).expand(2, 6))
     assert keeps_fused_product(AttentionInputs(rotary=None, mask=None), kv_channels=4)

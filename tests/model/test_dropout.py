@@ -69,9 +69,9 @@ def test_generators_of_a_job_start_differently():
 
 
 def hidden_masks(sequence_parallel: bool) -> list[torch.Tensor]:
-    """Return this rank's dropout masks of one forward.
+    """Return this rank's five dropout masks of one forward.
 
-    They are of the embedding's output, and of attention and MLP in each of two layers.
+    One is for the embedding's output, and two in each of two layers are for the outputs of attention and MLP.
     """
     gpt, masks = build_gpt(BOTH, sequence_parallel=sequence_parallel), list[torch.Tensor]()
     for dropout in (module for module in gpt.modules() if isinstance(module, Dropout)):
@@ -110,7 +110,7 @@ def contexts_of_equal_heads() -> list[torch.Tensor]:
 
 
 def test_attention_dropout_differs_over_tp_ranks():
-    """Check that attention dropout differs between tp ranks, because they hold different heads.
+    """Check that attention dropout differs between tp ranks, which hold different heads.
 
     The weights are equal on all ranks here, so only the masks can differ.
     """

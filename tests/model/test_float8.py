@@ -64,8 +64,8 @@ def products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad: to
 def test_float8_products_equal_products_of_rounded_inputs(fmt):
     """Compare float8 products with fp32 products of inputs that are rounded to float8.
 
-    They agree to 1e-5, and on GPUs to 2^-10, because tensor cores keep about 14 bits (DeepSeek-V3, 3.3.2). Products
-    of unrounded inputs are a few per cent away: float8 numbers have 4 significant bits, or 3 in e5m2.
+    Both products agree to 1e-5, and on GPUs to 2^-10, because tensor cores keep about 14 bits (DeepSeek-V3, 3.3.2).
+    Products of unrounded inputs are a few per cent away: float8 numbers have 4 significant bits, or 3 in e5m2.
     """
     # inputs of 15 rows, of 16 rows, and of 7 columns; GPUs do not support 7 columns, so the CPU emulates that case
     for shape in ((3, 5, 32), (4, 4, 32), (1, 7)):

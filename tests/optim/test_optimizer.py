@@ -91,7 +91,7 @@ def test_optimizer_updates_shards_like_one_process(kind, tp):
 
 
 def compare_with_torch(tp: int, replicas: int) -> None:
-    """Compare an update with torch's AdamW on DTensors, before and after both optimizers exchange their states."""
+    """Compare updates by this project's AdamW and by torch's, before and after the two optimizers exchange states."""
     model, theirs = (sharded_model(tp, replicas)[0] for _ in range(2))
     optimizer, divisor = build(model, "adam"), torch.tensor(3.7)
     groups = parameter_groups(theirs.named_parameters(), 0.1)

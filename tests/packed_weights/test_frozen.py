@@ -1,6 +1,6 @@
 """Test frozen units.
 
-They compute exactly like weights that need no gradients, and send each weight only inside nodes.
+Models with frozen units compute exactly like models with plain frozen weights, and send weights only inside nodes.
 """
 
 import functools
@@ -179,7 +179,8 @@ def test_one_rank_uses_weights_in_place_or_packs_them_in_fewer_bits():
 def gradients_of_two(model: nn.Module, together: bool) -> list[torch.Tensor]:
     """Return the input gradients of two forwards that both run before the backwards, with an evaluation between.
 
-    Preference training does this with its chosen and rejected texts. `together` runs one backward of both losses.
+    Preference training does this with its chosen and rejected texts. If `together` is True, one backward computes the
+    gradients of both losses, otherwise two backwards follow each other.
     """
     inputs = [torch.full((3, WIDTH), value, requires_grad=True) for value in (0.5, -1.0)]
     a, b = model(inputs[0]).sum(), model(inputs[1]).square().sum()

@@ -1,6 +1,7 @@
 """Test models with packed weights.
 
-They compute the same as the checkpoint, wherever weights are stored, on any layout.
+Such a model computes the same as a trained model with the checkpoint's weights, on any layout, wherever its weights are
+stored.
 """
 
 import dataclasses

@@ -109,7 +109,7 @@ def test_long_lists_of_differences_are_cut():
 
 @pytest.mark.parametrize("wrong", [{3}, {2, 3}, {0, 1, 2, 3}])
 def test_failed_ranks_error_is_printed_once_on_each_host(wrong, capfd, monkeypatch):
-    """The other ranks do not wait for the facts of a failed rank. They get its error, with the name of its host."""
+    """The other ranks do not wait for the facts of a failed rank. They get the rank's error, with the host's name."""
     monkeypatch.setattr("megazpp.parallel.store.ANSWER_SECONDS", 60.0)
     began = time.monotonic()
     found = on_ranks(

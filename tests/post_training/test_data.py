@@ -131,7 +131,7 @@ def test_packed_examples_have_separate_positions_and_documents():
 def test_packed_examples_have_the_losses_of_unpacked_ones():
     """Compare the loss of every label with and without packing several examples into a row.
 
-    They differ only by rounding, because attention masks the other examples of a row.
+    The losses may differ only by rounding, because attention masks the other examples of a row.
     """
     model, lengths = build_gpt(LLAMA_STYLE), (5, 8, 3, 7, 4, 2)
     found = []

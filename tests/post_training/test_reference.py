@@ -143,7 +143,7 @@ def computed_on_ranks() -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_reference_values_of_all_pairs_are_computed_once(world):
-    """The eleven pairs need 6 forwards on one rank and 3 on each of two ranks."""
+    """With two pairs per forward, the eleven pairs need 6 forwards on one rank, and 3 on each of two ranks."""
     for found, forwards in ranks(world).run(computed_on_ranks):
         assert torch.equal(found, expected())
         assert forwards == 6 // world

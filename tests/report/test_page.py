@@ -49,8 +49,8 @@ def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
 def folders(tmp_path) -> list[Path]:
     """Make four run folders, and return them.
 
-    They are a complete run, a crashed run, one with a single record, and an empty one. The crashed run has a NaN loss,
-    and a last line that is cut.
+    The folders have a complete run, a crashed run, a run with a single record, and a run without records. The crashed
+    run has a NaN loss, and its last line is cut.
     """
     traffic = [{"collective": BAD, "axis": "shard", "wire": "cross", "calls": 8, "sent_bytes": 1}]
     whole = make_run(

@@ -37,7 +37,7 @@ def continued(saved: dict[str, Any], jobs: int = 1, **flags: Any) -> Records | N
 
 
 def test_only_a_run_that_saves_where_it_loads_continues_the_records(tmp_path):
-    """Test that any other run is a fork with records of its own, apart from the records of the run it starts from."""
+    """Test that a run that does not save to the folder from which it loads is a fork, with records of its own."""
     (tmp_path / "link").symlink_to(tmp_path / "ck")
     saved, inner = make(tmp_path), make(tmp_path, "own/checkpoints", "own")
     load, inside, fork = str(tmp_path / "ck"), str(tmp_path / "own" / "checkpoints"), str(tmp_path / "fork")

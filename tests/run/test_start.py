@@ -1,4 +1,4 @@
-"""Test the start of a job whose ranks were started one by one. They agree, or each host logs why the job ends."""
+"""Test the start of a job whose ranks were started one by one. If their flags differ, each host logs the difference."""
 
 import datetime
 import os
@@ -114,7 +114,7 @@ def test_ranks_that_disagree_end_with_an_error_within_seconds(tmp_path, flags):
     """Start two ranks with different flags, variables or data, and check that both end with an error.
 
     Both ranks are on one host, so the error is printed once. With tensor parallelism, both ranks update copies of some
-    weights. Instruction sets and numbers of threads change the rounding of sums, so they must be equal too.
+    weights. Instruction sets and numbers of threads change the rounding of sums, so both must be equal on all ranks.
     """
     text = "Call me Ishmael. Some years ago, never mind how long precisely.\n" * 400
     (tmp_path / "text.txt").write_text(text)

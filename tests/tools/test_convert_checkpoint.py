@@ -61,8 +61,8 @@ def test_imported_model_generates_trains_and_exports_with_its_tokenizer(converte
 def test_checkpoint_of_the_first_run_works_on_another_machine(tmp_path):
     """Move a checkpoint to another place, as to another machine, and generate from it and export it.
 
-    Its tokenizer was trained on the shipped text and cached. The cache is removed, so the copy in the checkpoint must
-    suffice.
+    The run's tokenizer was trained on the shipped text and cached. The cache is removed, so the copy of the tokenizer
+    beside the checkpoint must suffice.
     """
     flags = f"@configs/gpt_tiny.args --num-layers 1 --hidden-size 32 --train-iters 1 --save {tmp_path}/save {BRIEF}"
     Home(tmp_path).pretrain(*flags.split(), run="run")

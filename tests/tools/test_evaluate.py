@@ -1,6 +1,6 @@
 """Test tools/evaluate.py.
 
-It repeats the validation of training, reads weights from disk, and agrees with transformers.
+The tool repeats the validation of training, reads weights from disk, and agrees with transformers.
 """
 
 from dataclasses import replace

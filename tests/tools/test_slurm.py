@@ -1,6 +1,6 @@
 """Test the Slurm batch script with fake Slurm commands on one machine.
 
-It saves before the time limit, is requeued, and resumes.
+The job saves before the time limit, is requeued, and resumes.
 """
 
 import json

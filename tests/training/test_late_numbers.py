@@ -50,7 +50,7 @@ def seen_by_the_host(case: Case, waits: bool) -> list[str]:
     def noted(owner: Any, name: str, what: str) -> Any:
         """Return a patch of the method `name` of `owner`.
 
-        It records `what` instead of the operations inside the call.
+        The patched method records `what` instead of the operations inside its call.
         """
         call = getattr(owner, name)
 

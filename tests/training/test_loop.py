@@ -1,4 +1,4 @@
-"""Test the training loop: the order of its calls, and the conditions that end it, which all ranks must see alike."""
+"""Test the training loop: the order of its calls, and the conditions that end it, on which all ranks must agree."""
 
 import functools
 import os

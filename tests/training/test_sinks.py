@@ -223,8 +223,8 @@ def test_disabled_wandb_records_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("logged_out")
 def test_wandb_with_a_dead_service_raises_and_does_not_hang(tmp_path):
-    # Services of earlier tests may still run, so only a new process counts. A service forks to start helpers. These have
-    # the service's name for a moment, so only direct children of this process count.
+    # Services of earlier tests may still run, so only a new process counts. A service forks to start helpers. For a
+    # moment such a fork has the service's name, so only direct children of this process count.
     before = {*psutil.Process().children()}
     sink = open_wandb(tmp_path)
     (service,) = (each for each in {*psutil.Process().children()} - before if each.name() == "wandb-core")

@@ -267,7 +267,7 @@ def test_only_one_job_writes_weight_patches_into_a_folder(tmp_path, monkeypatch)
     Its chain would be the newest one, so engines would load the weights of the second job.
     """
     monkeypatch.setattr("megazpp.base.files.LOCK_SECONDS", 0.1)
-    CheckpointFolder(tmp_path / "patches", "--save").lock()  # --save may name the same folder
+    CheckpointFolder(tmp_path / "patches", "--save").lock()  # --save may name the same folder, as it has its own lock
     folder, lock = take_patches_folder(str(tmp_path / "patches"), 0)
     with pytest.raises(ValueError, match=rf"--save-weight-patches {folder} is in use by process {os.getpid()} on"):
         take_patches_folder(str(folder), 0)

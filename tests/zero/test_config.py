@@ -51,7 +51,11 @@ def test_each_zeropp_switch_can_be_set_or_unset_alone():
 
 
 def test_weight_delta_auto_takes_the_choice_unless_a_flag_sets_the_format():
-    """`lossless` is what the run has chosen for --zero-weight-delta auto. Without --zeropp it must have no effect."""
+    """Check in which cases the argument `lossless` of `plan_comm` decides the format of weights.
+
+    It is the run's choice for --zero-weight-delta auto. Without --zeropp, or if a flag sets the format, the choice must
+    have no effect.
+    """
     cases: list[Any] = [
         ({"zeropp": True}, True),
         ({"zeropp": True, "zero_hpz_partition_size": "4"}, True),

@@ -78,7 +78,7 @@ def expected_bytes(size: int, needed: list[int]) -> int:
 def train_and_look(case: Case, evaluate_after: tuple[int, ...]) -> list[float]:
     """Train, check the gathered weights and the sent bytes of each step, and return the losses.
 
-    Evaluations follow the steps in `evaluate_after`. They may not cause further bytes or change later steps.
+    Evaluations follow the steps in `evaluate_after`. Evaluations may neither send further bytes nor change later steps.
     """
     step, dims = build_step(case)
     gathers, losses, left_out = step.sharding._gathers, [], 0.0
@@ -174,7 +174,7 @@ def test_blocks_without_room_are_delayed_equally_on_all_ranks():
 def see_what_crosses_next(case: Case) -> None:
     """Check after several actions whether the next use of each unit sends nothing, a weight delta or a keyframe.
 
-    A write through `.data` raises no version counter, so it is not noticed and nothing is sent.
+    A write through `.data` raises no version counter, so ZeRO++ does not notice the write, and sends nothing.
     """
     step, dims = build_step(case)
     gathers, parameters = step.sharding._gathers, list(step.model.parameters())

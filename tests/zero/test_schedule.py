@@ -187,7 +187,7 @@ def test_first_use_after_a_step_starts_all_cross_gathers_in_order():
 def test_cuda_use_starts_two_cross_hops_and_a_step_cancels_pending_ones():
     """`forget_stale` must cancel hops that were requested before a step and have not started.
 
-    They would send the weights from before the step.
+    Such a hop would send the weights from before the step.
     """
     gathers = [mock.Mock(**{"start_early.return_value": True}) for _ in range(5)]
     schedule = GatherSchedule(overlap=True, queue=mock.Mock(blocks_host=False))
