@@ -166,7 +166,10 @@ def run_in(copy: Path, program: str, *words: str) -> str:
 
 @pytest.mark.parametrize("feature", chosen({name: name for name in NEEDS}, slow=("lora", "packed_weights")))
 def test_all_remaining_modules_import_without_an_optional_feature(feature, library, tmp_path):
-    """Features that need the deleted feature stay in the copy, but their modules are not imported."""
+    """Import all modules in a copy of the checkout without one feature.
+
+    Features that need the deleted feature stay in the copy, but their modules are not imported.
+    """
     disabled = {feature}
     while more := {name for name, needed in NEEDS.items() if disabled & set(needed)} - disabled:
         disabled |= more
@@ -289,7 +292,7 @@ def test_modules_have_no_mutable_state(library):
 
 
 def test_classes_have_unique_names(product):
-    """Private classes may share a name; theirs start with an underscore."""
+    """Check the names of public classes. Private classes, whose names start with an underscore, may share a name."""
     classes = [node for file in product for node in file.top_level if isinstance(node, ast.ClassDef)]
     counts = Counter(node.name for node in classes if not node.name.startswith("_"))
     assert [name for name, count in counts.items() if count > 1] == []

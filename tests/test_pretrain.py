@@ -436,7 +436,10 @@ def test_commands_printed_at_the_end_of_a_run_work(main_job):
 
 
 def test_the_launcher_checks_files_once_and_its_workers_do_not(monkeypatch, tmp_path):
-    """A process that no launcher has started keeps the tokenizer that its check of files has loaded."""
+    """Count how often the tokenizer is loaded: once by a launcher, once by a single process, and never by a worker.
+
+    A single process keeps the tokenizer that its check of files has loaded, and uses it for the run.
+    """
     loads, load_tokenizer = [], dataset.load_tokenizer
     monkeypatch.setattr(dataset, "load_tokenizer", lambda config: loads.append(config) or load_tokenizer(config))
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *TOY, "--train-iters", "1", "--data-cache-path", f"{tmp_path}"])

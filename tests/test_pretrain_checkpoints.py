@@ -123,7 +123,7 @@ def test_complete_run_says_so_and_takes_its_shape_from_the_checkpoint(home, cont
 
 
 def test_resumed_run_continues_the_same_wandb_run(continued):
-    """wandb runs in its offline mode, without a terminal or an account."""
+    """Check that both parts of the run have the same wandb id, and that steps continue. wandb is in offline mode."""
     before, after = offline_runs(continued.folder)
     assert before.run.run_id == after.run.run_id
     assert [[row["_step"] for row in kept.history] for kept in (before, after)] == [[1, 2, 3], [4, 5, 6]]

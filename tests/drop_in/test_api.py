@@ -614,7 +614,7 @@ def test_unusable_arguments_are_rejected_before_the_model_is_wrapped():
 
 @pytest.mark.slow
 def test_trainer_makes_the_callback_from_the_bare_name():
-    """A user may pass the class `megazpp.trainer_callback` without calling it; the Trainer then makes the callback."""
+    """Pass `megazpp.trainer_callback` to the Trainer without calling it. The Trainer must then make the callback."""
     transformers = pytest.importorskip("transformers")
     handler = transformers.trainer_callback.CallbackHandler([megazpp.trainer_callback], None, None, None, None)
     (callback,) = handler.callbacks

@@ -364,7 +364,10 @@ def load_and_change(folder: str, change: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_state_of_other_weights_is_not_restored(tmp_path):
-    """If an entry of CHANGES makes the state unfit for the weights, complete weights are sent, and rank 0 says so."""
+    """Make each change of CHANGES to a loaded run, and check whether the loaded state of ZeRO++ is used.
+
+    If the state does not fit the changed weights, the run must send complete weights, and rank 0 must print a line.
+    """
     found = {}
     for name in CHANGES:
         (folder := tmp_path / name).mkdir()

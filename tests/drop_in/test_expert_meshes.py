@@ -333,7 +333,7 @@ def test_experts_train_as_in_plain_fsdp2(case, tolerance, recipe):
     ids=str,
 )
 def test_experts_train_as_in_plain_fsdp2_with_parameters_on_all_mesh_dims(case):
-    """In torchtitan's default, `spmd_types`, all parameters are DTensors on all mesh dims."""
+    """Compare with plain FSDP2 if all parameters are DTensors on all mesh dims, as in torchtitan's `spmd_types`."""
     ranks(RANKS).run(like_fsdp2, {**case, "recipe": "spmd"}, 1e-5)
 
 

@@ -175,7 +175,7 @@ def test_run_without_faults_has_the_bits_of_fixed_replica_groups(tmp_path, new_s
 
 
 def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):
-    """A group that joins fetches the outer weights, and with --fp16 the loss scale, from a member."""
+    """Kill group b, and start it again later. It must then fetch the outer weights and the loss scale from a member."""
     site = new_site("--train-iters", "150", "--fp16", groups=3)
     a, b, c = (site.start(name) for name in "abc")
     site.wait_for_version(3, a, b, c)
@@ -195,7 +195,10 @@ def test_killed_group_is_out_at_once_and_a_new_one_joins(tmp_path, new_site):
 
 
 def test_coordinator_that_is_killed_and_started_again_ends_no_group(tmp_path, new_site):
-    """Each group saves into its own run folder, and the last checkpoints of the two groups have equal outer weights."""
+    """Kill the coordinator, and start it again. The groups must wait for it, and end with equal outer weights.
+
+    Each group saves into its own run folder.
+    """
     site = new_site("--train-iters", "40", "--save-to-run-dir")
     a, b = site.start("a"), site.start("b")
     site.wait_for_version(3, a, b)

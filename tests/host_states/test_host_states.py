@@ -82,7 +82,10 @@ def test_training_with_states_in_host_memory_is_bit_identical(setting):
 
 
 def test_skipped_steps_and_evaluations_are_bit_identical_and_copies_are_counted():
-    """The device skips the second update, and an evaluation follows each step."""
+    """Train with a second update that the device skips, and an evaluation after each step, with both places of states.
+
+    Results must be bit-identical, and the bytes over PCIe equal the documented copies.
+    """
     case = Case(model=LLAMA_STYLE, nodes=2, micro_batches=2, steps=3, precision=BF16, zero=LOSSLESS)
     for plain, offloaded in zip(*both(train_with_events, case, 2), strict=True):
         copied = offloaded.pop("copied")

@@ -130,7 +130,7 @@ def test_text_that_differs_between_hosts_is_rejected(tmp_path):
 
 
 def test_score_lines_match_megatron_with_one_added_line():
-    """The added line has the bits per byte, which Megatron-LM does not print."""
+    """Check the printed lines: Megatron-LM's lines, and one more line with the bits per byte."""
     rule, line, more, last = Score(2.0, 300, 1000).lines("iteration 7")
     assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
     assert more == " bits per byte: 0.865617 | 300 tokens, 1,000 bytes of text"

@@ -159,7 +159,10 @@ def test_without_c_compiler_reference_runs_and_backend_says_why(monkeypatch):
 
 
 def test_only_equal_triton_launches_are_repeated_and_checks_still_run(monkeypatch):
-    """A prepared launch is repeated with any address, but only for the same shape, strides, dtype and alignment."""
+    """Check that a prepared launch is repeated for another address, but not for another kind of tensor.
+
+    A tensor with another shape, other strides, another dtype or another alignment needs a launch of its own.
+    """
     launched, repeated = [], []
 
     def launch(x: Tensor, *others: object) -> Any:

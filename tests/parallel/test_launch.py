@@ -200,7 +200,10 @@ def test_closed_terminal_is_passed_to_workers_unless_nohup_started_the_job():
 
 
 def test_ctrl_z_suspends_the_workers_with_their_launcher_and_continues_them(monkeypatch):
-    """Without the store of a suspended launcher, the watchdogs of running workers would end the job."""
+    """Suspend the launcher by Ctrl-Z, and check that it first suspends the workers, and continues them afterwards.
+
+    If the workers kept running without the launcher's store, their watchdogs would end the job.
+    """
     sent: list[Any] = []
     monkeypatch.setattr(launch.os, "kill", lambda *to: sent.append(to))
     with launch._passing_signals_to([SimpleNamespace(send_signal=sent.append)]):
@@ -243,7 +246,10 @@ def test_both_of_two_hosts_with_the_same_name_print_why_the_job_ends(monkeypatch
 
 
 def test_rank_with_the_store_ends_after_the_others_have_read_the_failure(monkeypatch):
-    """Without a launcher, rank 0 hosts the store, and the failure is lost for other ranks if rank 0 ends first."""
+    """Check that rank 0, which hosts the store if there is no launcher, waits until other ranks have read a failure.
+
+    If rank 0 ended first, the other ranks could not read the failure.
+    """
     monkeypatch.setattr("megazpp.parallel.store.ANSWER_SECONDS", 0.6)
     monkeypatch.delenv(AGENT_STORE, raising=False)
     store, began = dist.HashStore(), time.monotonic()

@@ -103,7 +103,11 @@ def test_device_of_unknown_speed_has_no_host_time():
 
 
 def test_cpu_rank_encodes_at_its_own_rate_and_computes_beside_nothing_but_the_network():
-    """`beside` gives the seconds by which a second of a collective delays compute: on CPUs 1 in a node, 0 outside."""
+    """Compare the costs of a rank on a CPU, whose rates of encoding are given, with the costs of a rank on a GPU.
+
+    `beside` gives the seconds by which one second of a collective delays compute. On a CPU it is 1 for a collective
+    inside a node, which uses the same cores, and 0 between nodes.
+    """
     gpu = ClusterCosts(layout(), Efficiency())
     # encoding reads old and new weights twice, and writes the message of 0.1 GB
     assert gpu.encode(10**9, 10**8) == pytest.approx(4.1e-3)
@@ -118,7 +122,10 @@ def test_cpu_rank_encodes_at_its_own_rate_and_computes_beside_nothing_but_the_ne
 
 
 def test_free_axis_costs_nothing():
-    """With `free`, the planner estimates a run in which an axis takes no time, to find how much time the axis costs."""
+    """Check that collectives take no time on an axis in `free`, but take time on other axes.
+
+    The planner estimates a run with and without a free axis to find how much time the axis costs.
+    """
     costs = ClusterCosts(layout(), Efficiency(), free=("cross",))
     assert costs.collective("local", "all_gather", 10**8) > 0
     assert costs.collective("cross", "all_gather", 10**8) == 0.0

@@ -47,7 +47,7 @@ def pair(links: Links | None = LINKS, device: Device | None = DEVICE) -> Cluster
 
 @pytest.mark.parametrize("flags", ["", "--zeropp", "--tensor-model-parallel-size 2", "--hsdp", ACROSS])
 def test_node_cross_bytes_equal_the_sum_over_its_ranks(flags):
-    """The estimate simulates one rank and scales its bytes to a node. The test simulates every rank."""
+    """Compare a node's estimated bytes, which are scaled from one simulated rank, with a simulation of all ranks."""
     run, cluster = config(f"--micro-batch-size 4 {flags}"), Cluster(num_nodes=2, ranks_per_node=4)
     plan, own, crossing = plan_run(run, cluster, device_type="cpu"), estimate(run, cluster), 0
     for rank in range(cluster.world_size):
@@ -278,7 +278,10 @@ def test_planned_memory_of_states_in_host_memory_is_the_allocators(flags, nodes,
 
 @pytest.mark.parametrize(("flags", "allocated"), LARGE_VOCABULARY.items())
 def test_planned_memory_of_a_large_vocabulary_is_the_allocators(flags, allocated):
-    """torch.compile fuses the loss, so a compiled run has no fp32 logits, which take 12 % of the memory otherwise."""
+    """Compare planned memory with measured memory, with and without torch.compile.
+
+    torch.compile fuses the loss, so a compiled run has no fp32 logits. They take 12 % of the memory of an eager run.
+    """
     model = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
     run = f"--micro-batch-size 4 --global-batch-size 4 --bf16 --lr 1e-4 --train-iters 4 --vocab-size 50257 {flags}"
     cluster = Cluster(num_nodes=1, ranks_per_node=1)

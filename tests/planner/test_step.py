@@ -230,7 +230,10 @@ def test_repeated_micro_batches_take_as_long_as_simulated_ones(zero, network):
 
 
 def test_gathers_of_a_forward_wait_for_the_previous_backward():
-    """FSDP2's root module makes the streams of gathers wait for the compute stream at the start of a forward."""
+    """Check that the first gather of a simulated forward starts after the previous backward has ended.
+
+    In FSDP2, the root module makes the streams of gathers wait for the compute stream at the start of each forward.
+    """
     zero, links = ZeroConfig(zero_quantized_weights=True), Links(domain=Link(100.0), network=Link(1e-4))
     step = plan(two_nodes(zero=zero, model=LLAMA_STYLE), links=links)
     simulation, schedule, starts, ends = step._simulation, step._context.reduce_schedule, [], []

@@ -268,7 +268,10 @@ def test_template_whose_expression_cannot_be_interrupted_ends_the_process(monkey
 
 
 def test_half_a_surrogate_pair_in_a_conversation_is_refused_with_its_line(tmp_path):
-    """JSON can contain half a surrogate pair, for example in a text that was cut inside an emoji."""
+    """Put half a surrogate pair into each text of a conversation, and check that the error names the line.
+
+    JSON can contain half a surrogate pair, for example in a text that was cut inside an emoji.
+    """
     source = EACH % "{{ m.content }}{{ m.reasoning_content }}{{ tone }}"
     tokenizer, cut = load(folder_of(tmp_path / "tokenizer", qwen2, source)), "a\ud83d"
     records: list[dict[str, Any]] = [

@@ -203,12 +203,18 @@ def check_labels_outside() -> None:
 
 
 def test_label_outside_the_vocabulary_gives_nan_loss_and_gradient():
-    """The NaN makes a wrong tokenizer or wrong data show in the loss and in the gradient norm."""
+    """Check that a label outside of the vocabulary makes the loss and the gradient NaN.
+
+    Otherwise a wrong tokenizer or wrong data could pass unnoticed.
+    """
     ranks(2).run(check_labels_outside)
 
 
 def test_input_gradient_is_summed_over_chunks_in_fp32():
-    """The label's chunk adds 16, and each of 64 chunks adds 1/64, which a sum in bf16 would lose."""
+    """Sum the input gradient over 64 chunks: the label's chunk adds 16, and each chunk adds 1/64.
+
+    A sum in bf16 would stay at 16, because 1/64 is less than half of a bf16 step at 16.
+    """
     x, weight = torch.zeros(1, 1, 4, dtype=torch.bfloat16).requires_grad_(), torch.ones(8192, 4, dtype=torch.bfloat16)
     weight[-1] = -16.0
     labels = torch.tensor([[8191]])
@@ -219,7 +225,10 @@ def test_input_gradient_is_summed_over_chunks_in_fp32():
 
 
 def test_second_backward_gives_the_same_gradients():
-    """The first backward overwrites the stored logits with gradients, so the second one must compute logits again."""
+    """Run the backward twice, and compare the gradients.
+
+    The first backward overwrites the stored logits with gradients, so the second one must compute the logits again.
+    """
     x, weight = draw(1, 5, 2, 3).requires_grad_(), draw(2, 8, 3).requires_grad_()
     labels = torch.zeros(5, 2, dtype=torch.int64)
     losses, _ = linear_cross_entropy(x, weight, labels, tp=MeshAxis("tp"), vocab_size=7)
@@ -261,7 +270,10 @@ def traced(num_tokens: int, channels: int, vocab_size: int, rows: int, **changes
 
 
 def test_unchunked_loss_needs_three_products_and_memory_for_16_bit_logits():
-    """The peak of the backward includes the weight gradient of the padded vocabulary, which the test subtracts."""
+    """Check matrix products and peak memory if all logits fit into one chunk: the logits are in memory once, in bf16.
+
+    The peak of the backward includes the weight gradient of the padded vocabulary, which the test subtracts.
+    """
     for num_tokens, channels, vocab_size, rows in (
         (16384, 768, 50257, 50304),  # the shape of configs/gpt_125m.args
         (8192, 4096, 128256, 128256),
@@ -276,7 +288,10 @@ def test_unchunked_loss_needs_three_products_and_memory_for_16_bit_logits():
 
 @pytest.mark.slow
 def test_chunks_end_at_multiples_of_128_columns():
-    """One chunk of logits is in memory at a time, and the backward recomputes all chunks but the last one."""
+    """Check the widths of chunks, the number of multiplications and the peak memory if logits are chunked.
+
+    One chunk of logits is in memory at a time, and the backward recomputes all chunks but the last one.
+    """
     for num_tokens in (66, 96):
         products, forward, _ = traced(num_tokens, 64, 50257, 50304, chunk_bytes=1 << 21)
         widths = [n for m, n, k in products if k == 64]

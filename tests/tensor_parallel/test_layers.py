@@ -61,7 +61,11 @@ def check_what_columns_keep() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_columns_sharing_an_input_communicate_once_and_save_its_slice(size):
-    """If all weights of the layers are frozen, the backward does not gather the common input again."""
+    """Check collectives and saved tensors of one, and of two column-parallel layers on the same input.
+
+    With sequence parallelism, the layers save a rank's slice of the input, and the backward gathers the input again. It
+    must not do so if all weights are frozen, because only gradients of weights need the whole input.
+    """
     ranks(size).run(check_what_columns_keep)
 
 

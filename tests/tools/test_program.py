@@ -80,7 +80,10 @@ def test_program_with_a_closed_output_pipe_ends_silently(converted, tmp_path):
 
 
 def test_every_tool_finds_the_checkout_begins_first_and_is_a_program():
-    """A Ctrl-C during the imports must end a tool with one line, also in a checkout that is not installed."""
+    """Check how each program's file begins: with the lines by which Ctrl-C during the imports ends it with one message.
+
+    These lines must also work in a checkout that is not installed.
+    """
     paths = [ROOT / "pretrain_gpt.py", *(ROOT / "tools").glob("**/*.py")]
     texts = {path.stem: path.read_text() for path in paths if "examples" not in path.parts}
     tools = {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}
@@ -123,7 +126,10 @@ def test_ctrl_c_in_imports_or_in_c_code_ends_the_program_without_traceback(tmp_p
 
 
 def test_worker_ends_on_ctrl_c_in_its_imports_though_the_launcher_has_blocked_it(tmp_path, monkeypatch):
-    """The worker prints nothing about its end, because its launcher prints that the job was interrupted."""
+    """Start a worker with SIGINT blocked, as the launcher does, and send it SIGINT during its imports.
+
+    The worker must end, but print nothing about it, because its launcher prints that the job was interrupted.
+    """
     monkeypatch.setenv(LAUNCHER_PID, str(os.getpid()))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as the launcher does
     try:

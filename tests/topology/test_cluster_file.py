@@ -223,7 +223,7 @@ def test_cluster_text_round_trips(path):
 
 @pytest.mark.slow
 def test_message_about_a_hostile_file_is_short(path):
-    """YAML aliases of aliases have few bytes, but a huge value that a message must not quote."""
+    """Check that messages quote no huge value. YAML aliases of aliases give a file of few bytes such a value."""
     aliases = "\n".join(f"  - &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
     rows = [
         ("[" * 1_000, "its brackets are nested too deeply"),

@@ -160,7 +160,11 @@ def test_local_steps_match_the_simulator(given):
 
 @pytest.mark.slow
 def test_four_bit_synchronization_keeps_replica_groups_identical():
-    """R, the groups' common copy of the outer weights, stays close to the outer weights, which are never quantized."""
+    """Check that 4-bit synchronizations leave all groups with equal weights, which are close to an unquantized run's.
+
+    R is the groups' common copy of the outer weights. It must stay close to the outer weights, which are never
+    quantized.
+    """
     flags = DilocoConfig(diloco_steps=2, diloco_outer_momentum=0.9, diloco_outer_lr=0.7)
     case = Case(nodes=2, precision=BF16, diloco=flags, steps=4, learning_rate=3e-3)
     sixteen = dataclasses.replace(flags, diloco_weight_bits=16, diloco_gradient_bits=16)
@@ -181,9 +185,9 @@ def test_four_bit_synchronization_keeps_replica_groups_identical():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_operation_of_the_outer_step_is_rounded_alone(device):
-    """numpy never fuses a multiplication and an addition into one rounding. torch does so with AVX2 and AVX-512.
+    """Compare the outer step with numpy, which never fuses a multiplication and an addition into one rounding.
 
-    With fused operations, the outer weights would depend on the processor.
+    torch fuses them with AVX2 and AVX-512. With fused operations, the outer weights would depend on the processor.
     """
     plan = plan_diloco(
         exact(20, outer_lr=0.7, outer_momentum=0.6), ZeroConfig(), iterations=1, num_layers=1, tokens_per_step=1

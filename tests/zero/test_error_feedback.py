@@ -47,7 +47,7 @@ def watched_steps(case: Case, clip: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("zero", "micro_batches"), [(FEEDBACK, 1), slow(EVERY, 2)])
 def test_stored_errors_are_clipped_with_gradients_once_per_step(zero, micro_batches):
-    """Stored errors are multiplied by the clipping factor of the gradients, only once, at the end of a step."""
+    """Check that a step's end multiplies the stored errors by the clipping factor of the gradients, and only once."""
     case = Case(nodes=2, zero=zero, micro_batches=micro_batches, steps=3)
     for result in ranks(4).run(watched_steps, case, 0.25):
         assert len(result["noted"]) == 3

@@ -253,7 +253,7 @@ SLOW = (
 
 @pytest.mark.parametrize("case", chosen(GRID, "2 nodes, ep 2, tp 1, two hops", slow=SLOW))
 def test_layouts_with_experts_train_as_one_process(case):
-    """Losses, gradient norms, first gradients, and weights after three AdamW steps equal one process's."""
+    """Compare losses, gradient norms, first gradients, and weights after three AdamW steps with one process."""
     ranks(4).run(compare, {}, *case)
 
 
@@ -300,7 +300,10 @@ def lossless_and_16_bits(parallel: dict[str, Any]) -> list[tuple[Any, int]]:
 
 @pytest.mark.parametrize("ep", [slow(2), nightly(1)])
 def test_lossless_deltas_of_experts_train_as_whole_16_bit_weights(ep):
-    """Losses, gradient norms, gradients and weights are bit-identical, so the router's choices are the same as well."""
+    """Check that lossless deltas and complete 16-bit weights give bit-identical losses, gradients and weights.
+
+    Equal gradients show that the routers choose the same experts as well.
+    """
     for (lossless, _), (whole, _) in ranks(4).run(lossless_and_16_bits, {"expert_model_parallel_size": ep}):
         torch.testing.assert_close(lossless, whole, rtol=0.0, atol=0.0)
 
@@ -334,7 +337,11 @@ def noisy_choices(kept: bool) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_recomputation_repeats_the_choices_of_the_forward():
-    """Weights are bit-identical with and without recomputation. A recomputation that chose other experts would fail."""
+    """Check that weights are bit-identical with and without recomputation, although routers have random noise.
+
+    If the recomputation chose experts anew, other experts would get other numbers of tokens, and torch would raise an
+    error.
+    """
     for recomputed, plain in ranks(4).run(noisy_choices, True):
         torch.testing.assert_close(recomputed, plain, rtol=0.0, atol=0.0)
     with pytest.raises(AssertionError, match="CheckpointError"):

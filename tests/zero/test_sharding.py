@@ -144,7 +144,10 @@ def times_that_each_unit_crosses(zero: ZeroConfig) -> Counter[str]:
 
 
 def test_with_differences_a_frozen_unit_sends_once_and_the_others_once_per_step():
-    """With lossless deltas, weights that no optimizer step changes need no further message after the keyframe."""
+    """Count the messages between nodes with lossless deltas, by sharding unit.
+
+    A frozen unit, whose weights no optimizer step changes, must send nothing after its first message.
+    """
     expected = {**dict.fromkeys(["trained", "partly", "last", "the rest"], STEPS), "frozen": 1}
     assert ranks(4).run(times_that_each_unit_crosses, LOSSLESS) == [expected] * 4
 
@@ -187,7 +190,10 @@ def one_step(replicas: int) -> None:
 
 
 def test_copies_of_one_rank_cast_their_weights_once_per_step_and_one_alone_divides_by_nothing():
-    """A cast in each micro-batch, or a division of gradients by 1, would change no result, but would take time."""
+    """Count casts of weights and divisions of gradients in a step of three micro-batches.
+
+    A cast in each micro-batch, or a division of gradients by 1, would change no result, but would take time.
+    """
     for replicas in (1, 2):
         ranks(replicas).run(one_step, replicas)
 

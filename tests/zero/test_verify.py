@@ -78,7 +78,10 @@ def _error(step: Any, dims: Any) -> str:
     ],
 )
 def test_flipped_bit_in_secondary_partition_is_reported_by_unit_and_ranks(world, tp, rank, said):
-    """The corrupted copy is gathered by all ranks of its node, and all ranks of the job raise the error."""
+    """Flip a bit in one rank's copy, and check the error on all ranks of the job.
+
+    The error names all ranks of this rank's node, because they all gather the corrupted copy.
+    """
     for broken, afterwards in ranks(world).run(corrupt, Case(nodes=2, tp=tp, zero=ZEROPP), rank, 0):
         assert broken.splitlines()[1:] == [said]
         assert afterwards == "no error"
