@@ -340,7 +340,7 @@ def test_rows_follow_a_cut_line_and_a_failed_write_names_the_file(tmp_path):
     began, later = time.time(), time.time() + 7200
     with coordinator._changed:
         coordinator._rounds.news.rows.append({"version": 2})
-        with mock.patch.object(coordinators.time, "time", return_value=later):  # the system's clock is set
+        with mock.patch.object(coordinators.time, "time", return_value=later):  # the system's clock jumps by two hours
             coordinator._advance()
         row = json.loads(rows.read_text().splitlines()[1])
         assert row["version"] == 2

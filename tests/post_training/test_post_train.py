@@ -65,7 +65,7 @@ submit = HostMemory.submit
 HostMemory.submit = lambda self, task: submit(self, lambda rows: (time.sleep(0.1), task(rows)))
 """
 TIMED = {"step_seconds", "tokens_per_second", "peak_memory_bytes", "rollout/seconds", "rollout/tokens_per_second"}
-LN_2 = pytest.approx(math.log(2), abs=1e-5)  # DPO's loss of a pair as long as the policy equals the reference
+LN_2 = pytest.approx(math.log(2), abs=1e-5)  # DPO's loss of a pair while the policy still equals the reference
 
 
 @pytest.fixture(scope="module")
@@ -583,7 +583,7 @@ def first(home) -> None:
 
 def test_run_is_resumed_only_with_its_own_objective(home, first):
     theirs = "first has checkpoints of a run of --objective sft, which"
-    for load in ("first", "base"):  # the second command looks like a job that was queued again
+    for load in ("first", "base"):  # with --load base, the command looks like the one of a job that was queued again
         flags = f"{DPO} --train-iters 1 {COMMON} --load {load} --save first"
         assert f"{theirs} --objective dpo cannot resume" in tool(home, "post_train", flags, status=2)
     pretrained = f"{MODEL} --load first --save first --use-checkpoint-args".replace("--save base", "")

@@ -51,7 +51,7 @@ def test_only_a_run_that_saves_where_it_loads_continues_the_records(tmp_path):
         (inner, {"load": inside, "save_to_run_dir": True}, "own"),
         (inner, {"load": inside, "save_to_run_dir": True, "save": fork}, None),
         (saved, {"load": load, "save": fork, "finetune": True}, None),
-        (saved, {"load": load, "save": load, "jobs": 2}, None),  # another group of an elastic run may have saved
+        (saved, {"load": load, "save": load, "jobs": 2}, None),  # the records may be of another group of an elastic run
         (inner, {"load": inside, "save_to_run_dir": True, "jobs": 2}, "own"),
     ):
         assert continued(record, **flags) == (found and Records(tmp_path / found, "w", False)), flags
