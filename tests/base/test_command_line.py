@@ -150,6 +150,11 @@ def test_value_of_wrong_type_or_range_is_rejected_with_its_origin():
 
 
 def test_flag_needs_its_feature_unless_a_file_gave_it_before_turning_off(folder):
+    """Check that a flag of a feature is rejected if the feature is off.
+
+    There are two exceptions: a file may give the flag at its default, or may turn the feature on if only the command
+    line turns it off.
+    """
     for file, hand, said in (
         ("", "--fan fast", "command line: --fan fast needs --heat"),
         ("", "--fan slow", "command line: --fan slow needs --heat"),

@@ -85,6 +85,11 @@ def test_first_save_of_a_branch_sets_later_checkpoints_of_the_other_aside(folder
 
 
 def test_checkpoints_that_were_set_aside_are_deleted_when_the_run_has_passed_them(folder):
+    """Go back to iteration 10, and save iterations 20, 30 and 40 again.
+
+    The first save sets the old checkpoints of 20 and 30 aside. Each is deleted when the run has saved a later
+    iteration.
+    """
     for iteration in (10, 20, 30):
         save(folder, iteration)
     folder.track(10)
@@ -98,6 +103,10 @@ def test_checkpoints_that_were_set_aside_are_deleted_when_the_run_has_passed_the
 
 
 def test_going_back_many_times_keeps_one_abandoned_checkpoint_per_iteration(folder):
+    """Go back to iteration 10 several times, each time from a new checkpoint of iteration 20.
+
+    Of the checkpoints of iteration 20 that saves have set aside, only the last one may be kept.
+    """
     for number in range(4):
         for iteration in (10, 20):
             save(folder, iteration, f"branch {number} {iteration}")
@@ -257,6 +266,10 @@ def test_save_after_a_file_has_replaced_the_folder_is_an_error_with_the_flag(tmp
 
 
 def test_checkpoints_moved_to_another_disk_lose_only_their_links(folder, tmp_path):
+    """Replace checkpoints by links to folders elsewhere. Deleting a checkpoint may remove its link, but no files there.
+
+    This also holds for links under the names of unfinished checkpoints.
+    """
     for iteration in (1, 2, 3):
         save(folder, iteration)
         folder.of(iteration).rename(tmp_path / f"moved{iteration}")

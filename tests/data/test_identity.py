@@ -171,6 +171,10 @@ def test_held_out_samples_are_compared_too(describe):
 
 
 def test_prompts_continue_by_the_number_of_completions():
+    """Resume at 160 completions, and change the number of completions per prompt from 4 to 8 or 2.
+
+    The 160 completions are then of 20 or 80 prompts instead of 40, so 20 prompts repeat, or 40 are skipped.
+    """
     one = {"count": 50, "order": "x", "sources": [["p", "d", 1.0, 20, "x"]], "per_prompt": 4}
     assert follows(one, one | {"per_prompt": 8}, 160) == "20 prompts repeat"
     assert follows(one, one | {"per_prompt": 2}, 160) == "40 prompts are skipped"

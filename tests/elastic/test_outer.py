@@ -132,6 +132,10 @@ def shifted(case: Case) -> tuple[float, float, float]:
 
 
 def test_version_of_a_fragment_keeps_steps_that_are_not_published():
+    """Merge a contribution into a fragment while this group has trained steps that it has not published.
+
+    R moves by the outer step of 0.7. The group's own weights must move with R, so that they stay 1.0 below R.
+    """
     ((moved, distance, elsewhere),) = ranks(1).run(shifted, Case(steps=1))
     assert moved == pytest.approx(0.7, rel=1e-4)
     assert distance == pytest.approx(1.0, rel=1e-4)

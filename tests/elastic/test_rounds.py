@@ -524,6 +524,10 @@ def test_groups_outlive_a_suspended_coordinator_even_if_connections_have_ended()
 
 
 def test_flags_of_groups_that_have_left_before_the_first_commit_do_not_bind():
+    """Group 0 publishes a contribution, and leaves before the first commit. Then group 1 comes with other flags.
+
+    The run must begin anew with the flags of group 1, from the first sample. A group with the old flags is refused.
+    """
     world = world_with_contributions(1, publish=[0])
     world.kill(0)
     world.wait(2)
@@ -553,6 +557,11 @@ def test_flags_of_groups_that_have_left_before_the_first_commit_do_not_bind():
     ],
 )
 def test_only_flags_of_the_samples_bind_after_all_groups_have_left(facts, iterations, refused):
+    """Kill all groups, and let group 0 come back with other flags, data or iterations.
+
+    Flags such as --seed may differ then. Changes to the table of samples are refused: another --diloco-steps, other
+    data, or fewer --train-iters.
+    """
     world = World()
     for index in range(RULES.groups):
         world.start(index)

@@ -311,6 +311,10 @@ def test_secret_file_that_others_can_read_or_that_is_short_is_refused(tmp_path):
 
 
 def test_superseded_journal_writes_no_further_term_and_loses_no_record(tmp_path):
+    """Open a journal a second time, as a coordinator does that starts again; this begins the journal's next term.
+
+    The first coordinator may then write no more records, and a third one must read all complete records of both terms.
+    """
     old = Journal(tmp_path)
     old.append([{"n": 1}])
     new = Journal(tmp_path)

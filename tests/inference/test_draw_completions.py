@@ -65,6 +65,7 @@ def assert_same(found: Drawn, expected: Drawn, *, atol: float) -> None:
     ],
 )
 def test_host_that_looks_every_eight_tokens_finds_the_same_completions(style, config):
+    """Compare completions if the host looks for ended rows after each token, and after every eighth token."""
     model, sample = build_gpt(STYLES[style]), SampleConfig(sample_tokens=LIMIT, **CONFIGS[config])
     ends = end_of_some(model, sample)
     expected = draw(model, sample, ends=ends)

@@ -114,6 +114,7 @@ def test_experts_on_a_gpu_match_the_loop_and_do_not_wait():
     ],
 )
 def test_loop_over_experts_has_a_reason(capability, dtype, changes, reason):
+    """Check the reason for which experts are computed one by one in a loop; None if a grouped product computes them."""
     config = GPTConfig(num_layers=1, hidden_size=24, num_attention_heads=1, num_experts=4, **SWIGLU | changes)
     found = loop_reason(config, capability=capability, dtype=dtype)
     assert (found is None) == (reason is None)
@@ -181,6 +182,7 @@ def test_expert_bias_changes_choices_but_not_weights_and_moves_towards_an_even_l
 
 
 def test_router_metrics_do_not_sum_the_totals_of_biased_routers_again():
+    """Compute the metrics of routers whose totals an update of the expert biases has already summed over ranks."""
     model = GPTModel(BIASED_STYLE, vocab_size=101)
     initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
     tokens = torch.randint(101, (2, 3, 16), generator=torch.Generator().manual_seed(2))

@@ -117,6 +117,7 @@ def test_fused_adamw_matches_torch_on_divided_gradients(tp, replicas):
 
 
 def test_only_fused_adam_skips_without_the_host():
+    """Check which optimizer can skip a step by a flag on the device, which the host does not read."""
     adam, sgd = (build(nn.Linear(3, 2), kind) for kind in ("adam", "sgd"))
     assert [skips_on_device(each) for each in (adam, sgd)] == [True, False]
     with pytest.raises(AssertionError, match="cannot skip a step on the device"):

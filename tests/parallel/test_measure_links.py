@@ -93,6 +93,7 @@ def check_figures() -> None:
 
 
 def test_measurement_replaces_only_the_axis_slowest_kind_of_link():
+    """Measure links with fake times, and check which kind of link each axis replaces: the slowest one that it uses."""
     ranks(4).run(check_figures)
 
 

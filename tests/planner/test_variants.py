@@ -55,6 +55,7 @@ def test_search_sorts_fitting_candidates_by_speed_before_the_rest():
 
 @pytest.mark.parametrize("given", ["", slow("--zeropp --tensor-model-parallel-size 2 --recompute-granularity full")])
 def test_flags_of_a_candidate_after_the_given_ones_are_its_run(given):
+    """Parse the given flags and a candidate's flags, and compare with the config that the search has estimated."""
     choices = found(f"--global-batch-size 16 {given}", gigabytes=0.02)
     assert "--recompute-granularity" in " ".join(choices)
     for flags, choice in choices.items():

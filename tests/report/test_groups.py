@@ -38,6 +38,12 @@ def rounds(tmp_path):
 
 
 def test_group_is_whole_called_out_idle_or_late_in_each_version(rounds):
+    """Check the state of each group in each version of LINES.
+
+    "whole" stands for as many steps as the version's longest contribution, "part" for fewer steps, "late" for a
+    contribution that a later version merges, "idle" for a group without a merged contribution, and "out" for a group
+    that is not in the run.
+    """
     assert states(rounds) == {"a": ["whole"] * 5, "<b>": ["whole", "part", "out", "idle", "late"]}
 
 

@@ -228,6 +228,7 @@ def registered(parameter: DTensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("read", [local, registered])
 def test_local_returns_the_local_tensor_with_gradients_of_to_local(read):
+    """Compare `local` and `local_parameters` with `DTensor.to_local`: gradients are equal, and also contiguous."""
     assert read(plain := torch.ones(3)) is plain
     ours = ranks(2).run(gradients_through, read)
     assert all(contiguous for found in ours for contiguous, _, _ in found)

@@ -174,6 +174,10 @@ raise SystemExit(program(main)())
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_replaced_before_a_socket_gets_their_numbers(tmp_path, closed):
+    """Start a program whose standard streams are closed, and let it open a socket.
+
+    The socket must get a file number above 2. Otherwise printed text would go to the socket.
+    """
     (tmp_path / "tool.py").write_text(STREAMS)
     line = f"exec {sys.executable} {tmp_path / 'tool.py'} {tmp_path / 'number'} {closed}"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -101,6 +101,10 @@ def test_non_finite_loss_or_gradient_ends_the_job_or_skips_the_step():
 
 
 def test_guard_can_wait_a_step_if_it_only_checks_for_finite_values():
+    """Check `can_wait`, which is True if the guard may decide after the step's update has been queued.
+
+    Only a guard that checks for NaN and infinite numbers, and for nothing else, can do so.
+    """
     for settings in ({}, {"sigma": 6.0}, {"verify_interval": 3}, {"scaler": scaler()}, {"check": False}):
         assert Watched(**settings).guard.can_wait == (settings == {}), settings
 

@@ -53,6 +53,7 @@ def test_ramp_up_grows_in_equal_steps_over_the_given_samples():
     train_samples=st.integers(1, 6000),
 )
 def test_step_by_step_walk_agrees_with_the_closed_forms(start, increments, increment, samples, train_samples):
+    """Go through a run step by step, and compare with the plan's methods, which compute all numbers in closed form."""
     full = start + increments * increment
     ramp = plan(
         dp=1,

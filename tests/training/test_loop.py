@@ -44,6 +44,11 @@ def test_skipped_step_consumes_samples_and_keeps_the_schedule():
 
 
 def test_loop_reads_late_but_before_logs_saves_evaluations_and_the_end():
+    """Check the order in which the loop launches steps and reads their numbers.
+
+    The loop reads a step's numbers after it has launched the next step. Before a log line, a save, an evaluation and
+    the end of the run, it reads them at once.
+    """
     run = Run([1.0] * 8, log_interval=5, eval_interval=4)
     assert run.fake.events == [
         *("launch 1", "launch 2", "read 1", "launch 3", "read 2", "read 3", "save 3"),
@@ -73,6 +78,10 @@ def test_exit_interval_logs_the_last_step_and_observers_see_all_steps():
 
 
 def test_step_whose_samples_are_given_up_is_not_taken_and_the_one_before_is_saved(monkeypatch):
+    """Raise StopRequested when the loop asks for the samples of step `at`, as when a signal stops a wait for samples.
+
+    The loop must not count this step, and must save the step before it, if there is one.
+    """
     load = FakeLoader.step
     for at, saved in ((1, []), (2, [1]), (5, [3, 4])):
 

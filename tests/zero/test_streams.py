@@ -104,6 +104,10 @@ def test_injected_stream_errors_are_found(breakage):
 
 
 def test_task_with_an_event_waits_only_for_earlier_work():
+    """Submit tasks that wait for an event: a task may read what was written before the event.
+
+    Reading what is written after the event is a race, which the simulation must report.
+    """
     with simulated_streams() as streams:
         queue, before, after = comm_queue.StreamQueue(), torch.empty(4), torch.empty(4)
         before.fill_(1.0)

@@ -106,6 +106,10 @@ def test_replicas_are_compared_by_verification():
 
 
 def test_minority_is_blamed_or_non_owners_if_ranks_split_evenly():
+    """Check which ranks the error names: the ranks with the rarer checksum of a shard.
+
+    If both checksums are equally frequent, the error names the ranks that differ from the shard's owner.
+    """
     minority = [(0, rank, {("layers.3", 0): 5 + (rank == 2)}) for rank in range(4)]
     assert describe(minority).splitlines()[1] == "layers.3, shard of rank 0: other weights on rank 2"
     even = [(0, rank, {("layers.3", 2): 5 + (rank in (0, 1))}) for rank in range(4)]
