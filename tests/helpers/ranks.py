@@ -95,7 +95,7 @@ def ranks(world_size: int) -> Ranks:
 
 
 def start_server() -> None:
-    """Fork the server from which all worker processes are forked. They have imported what this process has imported.
+    """Fork the server from which all worker processes are forked. So workers have the modules of this process.
 
     Call this before anything has started threads, such as process groups do.
     """

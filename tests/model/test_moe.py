@@ -182,7 +182,10 @@ def test_expert_bias_changes_choices_but_not_weights_and_moves_towards_an_even_l
 
 
 def test_router_metrics_do_not_sum_the_totals_of_biased_routers_again():
-    """Compute the metrics of routers whose totals an update of the expert biases has already summed over ranks."""
+    """Compute the metrics after an update of the expert biases, which has summed the routers' totals over ranks.
+
+    The metrics must use these sums, and not sum the totals again.
+    """
     model = GPTModel(BIASED_STYLE, vocab_size=101)
     initialize_parameters_(model, seed=3, draw_device=torch.device("cpu"))
     tokens = torch.randint(101, (2, 3, 16), generator=torch.Generator().manual_seed(2))

@@ -155,7 +155,7 @@ def test_wait_is_recorded_only_if_the_task_is_unfinished():
     ready = queue.submit(lambda: 1)
     ready.join()
     ready.wait()  # the task has already finished, so nothing is recorded
-    slow = queue.submit(lambda: wait_until(lambda: bool(activity.now()), 60))  # ends once `wait` waits
+    slow = queue.submit(lambda: wait_until(lambda: bool(activity.now()), 60))  # ends once `slow.wait()` below waits
     slow.wait()
     (wait,) = recording.spans()
     assert (wait.track, wait.name) == ("wait", "cross")

@@ -125,7 +125,7 @@ def test_device_has_the_speed_of_the_slowest_rank_and_is_equal_on_all_ranks():
     assert device.gigabytes_per_second == pytest.approx(2 * (1 << 20) / 2.0 / 1e9, rel=0.02)
     assert device.calibration == "measured"
     assert device.source == "measured: [128, 64] x [64, 256] products in float32, copies"
-    # `is_cpu` is True if the speed of encoding lossless deltas was measured, which fp32 weights do not have
+    # fp32 weights have no lossless deltas, so no speed of encoding them was measured; `is_cpu` is True if it was
     assert not device.is_cpu
     (device, _), *_ = ranks(4).run(measure_slow_copies, torch.bfloat16)
     assert device.is_cpu

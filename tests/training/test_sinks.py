@@ -80,7 +80,7 @@ def test_full_disk_does_not_end_training_and_is_used_again_later(tmp_path, capsy
             with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
                 while file.write(bytes(4096)):
                     pass
-            for _ in range(2):  # like the samples of a GRPO step, and the spans of --timeline-step
+            for _ in range(2):  # records other than metrics, like the completions of GRPO and a step's timeline
                 track.folder.append("completions.jsonl", {"iteration": 1, "completion": "x" * 5000})
                 with track.folder.surviving("timeline.json"):
                     track.folder.write_json("timeline.json", {"spans": "x" * 5000})

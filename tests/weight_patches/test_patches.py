@@ -169,7 +169,7 @@ def test_damaged_or_foreign_patch_is_refused_and_changes_nothing(chain, small_ch
 def test_damaged_weights_are_refused(chain):
     path = chain / "weights-000001-00000-of-00002.safetensors"
     content = path.read_bytes()
-    place = content.index(b"[[64, 24], [0, 0]]") + 12  # the position of a shard in its tensor, in the metadata
+    place = content.index(b"[[64, 24], [0, 0]]") + 12  # a byte of a shard's position in its tensor
     for damaged, value in ((len(content) - 5, content[-5] ^ 64), (place, ord("2"))):
         path.write_bytes(content[:damaged] + bytes([value]) + content[damaged + 1 :])
         with pytest.raises(DamagedError, match="its content has the checksum"):
