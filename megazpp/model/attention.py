@@ -155,7 +155,7 @@ class SelfAttention(nn.Module):
             # necessary if autograd keeps `qkv` anyway, as the input of `q_norm`, or if context parallelism copies v.
             if self.q_norm is None and not self.context_parallel and torch.is_grad_enabled():
                 v = v.contiguous()
-        # ---- store the new tokens' keys and values in the cache, and get those of all tokens that attention reads
+        # ---- store the new tokens' keys and values in the cache, and get the keys and values that attention reads
         if cache is not None:
             assert inputs.places is not None, "a key-value cache needs `places`, the positions of the new tokens"
             k, v = cache.extend((k, v), inputs.places, inputs.mask)

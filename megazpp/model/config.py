@@ -479,7 +479,8 @@ def _pattern(given: str, value: str | None) -> int | tuple[int, ...] | None:
 def _marked(pattern: int | tuple[int, ...], layer: int, *, others: bool = False) -> bool:
     """Return True if a pattern of layers from `_pattern` selects the layer with index `layer`, from 0.
 
-    A number N selects the Nth, 2Nth, ... layer. A list selects the layers with a 1, or with `others` those with a 0.
+    A number N selects the Nth, 2Nth, ... layer. A list selects the layers with a 1, or with `others` the layers with a
+    0. For a number, `others` has no effect.
     """
     return (layer + 1) % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer]) != others
 

@@ -246,7 +246,7 @@ class Guard:
         """Return True if the loss of a step is a spike, log it in that case, and add the loss to the history.
 
         The loss of a spike is added too. If losses stay high, the standard deviation therefore grows, and the run skips
-        only a few steps.
+        only a few steps. A loss that is not finite is no spike, and is not added.
         """
         sigma = self.config.loss_spike_sigma
         if sigma is None or not math.isfinite(loss):

@@ -175,9 +175,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def surviving(self, name: str) -> Iterator[None]:
-        """Return a context in which a failed write of the file `name`, a record of the run, prints a warning once.
+        """Return a context for writing the file `name` of the run folder; an OSError there does not end the training.
 
-        A full disk of the run folder then does not end the training, and later attempts to write are made.
+        The error, for example a full disk, ends the context and prints a warning. Later errors with the same file print
+        nothing. Each call of this method tries to write again, because the disk may have space by then.
         """
         try:
             yield

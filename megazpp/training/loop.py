@@ -171,6 +171,8 @@ def train(
 
             # ---- advance the progress of the run, and decide whether to stop
             micro_batches = plan.num_micro_batches_at(progress.consumed_samples)
+            # A skipped step does not advance the learning rate schedule. With DiLoCo, `synchronize` sets the position
+            # in the schedule, because all replica groups share one schedule.
             progress = after_it._replace(
                 scheduled_samples=after_it.scheduled_samples
                 - (batch_size if synchronize is None and launched.skipped else 0),
@@ -185,7 +187,8 @@ def train(
             if at_once:
                 launched.check()
 
-            # ---- complete the step's record; unless an action needs its results now, record them one step later
+            # ---- complete the step's record. Record the step at once if a log line or an action follows it, or if it
+            # is the last step; otherwise one step later, so that the host need not wait for the results
             record = launched.record
             record.consumed_samples, record.global_batch_size = progress.consumed_samples, batch_size
             record.tokens = None if recorder.meter.whole_samples else sum(batch.tokens.numel() for batch in batches)

@@ -121,7 +121,8 @@ class MetricsRecorder:
         meter: meter that sums over the steps, and summarizes log intervals.
         sharding: handle of the model whose parameter norm is recorded.
         tracker: writer of the run folder's files, of wandb and TensorBoard, which writes nothing on other ranks than 0.
-        report_timers: function that returns lines with the timers' times, which follow a log line, or None.
+        report_timers: function that returns the lines with the timers' times, which follow a log line; or None if no
+            flag selects timers.
         validation: function that evaluates the validation data; None without such data.
         metric: name of the number that evaluations return, "lm_loss" or for example "reward".
         has_perplexity: True if "lm_loss" is a mean of nats per token, so that its exponential is a perplexity.

@@ -75,7 +75,7 @@ def add_router_gradient(
     Args:
         loss: the micro-batch's contribution to the step's loss, a scalar.
         router_loss: [B] losses of routers, one for each of the micro-batch's B sequences, as the model's forward passes
-            them to its head. None if routers have no losses; the result is then `loss`.
+            them to the function `head`. None if routers have no losses; the result is then `loss`.
         num_rows: number of sequences in the global batch, over which the losses of routers are averaged.
     """
     if router_loss is None:

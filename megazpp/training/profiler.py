@@ -25,7 +25,8 @@ class Profiler(AbstractContextManager["Profiler"]):
     """A context manager around training that records a trace and CUDA allocations, as the profiling flags request.
 
     Every rank constructs one. CUDA allocations are recorded from the construction on, so that they include the model.
-    When the context ends, the trace of the last recorded iterations and the snapshot of the allocations are written.
+    When the context ends without an error, a trace that is not written yet and the snapshot of the allocations are
+    written. If the GPU runs out of memory, only the snapshot is written. Other errors write neither.
 
     Args:
         config: flags for profiling.

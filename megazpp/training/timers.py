@@ -210,7 +210,9 @@ def describe_ranks(iteration: int, seconds: Sequence[float]) -> str:
         iteration: iteration of the measured step.
         seconds: compute seconds of each rank in the step.
     """
-    median = statistics.median_low(seconds)  # of two ranks, the faster one's time, so that the slower one can be "slow"
+    # `median_low` of two ranks is the time of the faster rank. Against the mean of both times, the slower rank would
+    # count as slow only at 1.5 times the time of the faster one.
+    median = statistics.median_low(seconds)
     by_time = sorted(range(len(seconds)), key=lambda rank: -seconds[rank])
     slow = [rank for rank in by_time if seconds[rank] > SLOW * median > 0.0]
     shown = ", ".join(f"rank {rank} {seconds[rank] / median:.2f} x" for rank in slow[:SHOWN_RANKS])

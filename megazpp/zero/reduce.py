@@ -9,8 +9,8 @@ N: nodes (cross axis); L: ranks of a node (local axis); S: elements of a flat sh
 division. If a rank's gradient has a NaN or Inf, the sum over ranks has a NaN or Inf too.
 
 With error feedback, the cross-node hop adds the quantization errors of earlier steps to the gradients that it
-quantizes. If a step's gradients are clipped, the errors of this step are scaled by the same factor. If the gradients
-are discarded, the factor is 0.
+quantizes. If a step's gradients are clipped, the errors of this step are scaled by the same factor. If the optimizer
+skips the step, the factor is 0.
 
 Source: ZeRO++ (arXiv 2306.10209) section 3.3, which runs the cross-node hop in every micro-batch. The moving average of
 errors is from LoCo (arXiv 2407.04480).
