@@ -235,7 +235,8 @@ class Checkpoints:
     def watch(self, iteration: int) -> Iterator[None]:
         """Return a context for the training step of `iteration`. Entering it raises the error of a failed --async-save.
 
-        A run whose save has failed thus ends at the next training step. Otherwise it would end at the next save.
+        A run whose save has failed thus ends at the next training step. Without this check, it would end only at the
+        next save.
         """
         if self._writing is not None and self._writing.done():
             self._finish_writing()
@@ -286,7 +287,8 @@ def write_checkpoint(
     Args:
         record: metadata of the checkpoint, the content of run.json. Its progress contains the iteration.
         tensors: this rank's tensors by key, as DTensors or plain tensors.
-        folder: folder of --save, locked by rank 0. If hosts have separate folders, a rank of each host has locked one.
+        folder: folder of --save, locked by rank 0. If hosts have separate folders at this path, one rank of each host
+            has locked its host's folder.
         axis: axis over all ranks with a process group for file operations; see `open_axis`.
         keep_last: number of newest checkpoints to keep; see `kept_iterations`.
         retain_interval: number whose multiples are iterations with checkpoints to keep; see `kept_iterations`.

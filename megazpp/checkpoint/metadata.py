@@ -391,7 +391,7 @@ def agreed_schedule(
     ratio: Fraction = Fraction(1),
     sizes: str = "",
 ) -> Schedule:
-    """Return the learning-rate schedule of a resumed run: the checkpoint's or the one of this run's flags.
+    """Return the learning-rate schedule of a resumed run: the checkpoint's schedule, or the schedule of its own flags.
 
     As in Megatron-LM, two different schedules are an error unless a flag selects one of them.
 

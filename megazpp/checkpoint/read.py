@@ -59,8 +59,8 @@ class LoadSource(NamedTuple):
         continues: True to resume the checkpoint's run; False (--finetune) to start a new run with its weights.
         optimizer: True to load the optimizer states.
         rng: True to load the states of the random generators.
-        fallback: True to load an older checkpoint if the requested one is damaged (--load-fallback). The newest
-            undamaged one is loaded.
+        fallback: True to load an older checkpoint if the requested one is damaged (--load-fallback): the newest
+            undamaged checkpoint before the requested one.
         opener: opener of the weights, for checkpoints that need weights of another checkpoint; see `WeightOpener`.
         was_empty: True if `folder` had no checkpoint at the time of this choice; see `check_still_chosen`.
     """
@@ -505,7 +505,8 @@ def find_weights(
     Args:
         folder: folder of checkpoints.
         iteration: iteration of the checkpoint to load; None for the latest.
-        fallback: True to use the newest undamaged checkpoint before the requested one if that is damaged.
+        fallback: True to use an older checkpoint if the requested one is damaged: the newest undamaged checkpoint
+            before the requested one.
         opener: opener of the weights; see `WeightOpener`.
     Returns:
         (source, record): choice and metadata of the checkpoint, two arguments of `load_weights`.

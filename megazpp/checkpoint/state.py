@@ -310,7 +310,8 @@ class Moments(StatePart):
         """Return a tensor to load into for each saved optimizer state that this run's optimizer can use, by name.
 
         A moment is sharded like its parameter. Adam's moments are not loaded for a parameter that Muon or SGD updates
-        in this run, and momentum buffers are not loaded for one that Adam updates. `accept` reports such parameters.
+        in this run. Momentum buffers are not loaded for a parameter that Adam updates. `accept` reports the number of
+        these parameters.
 
         Raises:
             DamagedError: the checkpoint has some optimizer states of a parameter, such as exp_avg, but lacks another

@@ -3,7 +3,7 @@
     W -= lr (s X + weight decay W),    X = Newton-Schulz(momentum-updated gradient [r, c]),    s = 0.2 sqrt(max(r, c))
 
 The momentum-updated gradient is the gradient averaged with its running average (--muon-use-nesterov), or else the
-running average alone. The scale s is that of the default flags; `MuonConfig.scale` has the others.
+running average alone. The formula has the scale s of the default flags; `MuonConfig.scale` computes it for all flags.
 
 Each rank of a node (T tensor-parallel x L local ranks) holds contiguous rows of each matrix. If a copy of the model is
 within one node, the node's ranks together hold the complete matrix. One of these ranks is the matrix's owner: it
@@ -16,9 +16,10 @@ matrices of one shape are processed together:
 The communication for one shape overlaps with the computation for another.
 
 If a copy of the model spans several nodes, each node orthogonalizes only the rows that its ranks hold, and no data
-crosses nodes (block steps of MuonBP, arXiv 2510.16981). Every `muon_full_interval` steps is a full step instead: all
-nodes gather all rows in 8-bit blocks, orthogonalize the complete matrix, and each rank uses the rows of X that it
-holds. The scale s depends on the shape that is orthogonalized. Queries, keys and values count as three matrices.
+crosses nodes (block steps of MuonBP, arXiv 2510.16981). With --muon-full-interval N, every Nth step is a full step
+instead: all nodes gather all rows in 8-bit blocks, orthogonalize the complete matrix, and each rank uses the rows of X
+that it holds. The scale s depends on the shape of the orthogonalized rows. Queries, keys and values count as three
+matrices.
 """
 
 from __future__ import annotations
@@ -339,8 +340,8 @@ class JointOrthogonalizer:
     def buffer_bytes(self, iteration: int) -> int:
         """Return the bytes that Muon's buffers take on this rank in the training step `iteration`, for `--plan`.
 
-        The buffers for dense matrices and those for experts' matrices are not in use at the same time. So the result is
-        the larger of the two sizes.
+        The buffers for dense matrices and the buffers for experts' matrices are not in use at the same time. So the
+        result is the larger of the two sizes.
         """
         return max((part.buffer_bytes(iteration) for part in self._parts), default=0)
 

@@ -64,7 +64,7 @@ def layer_matrices(model: nn.Module, tp_size: int, ep_size: int = 1) -> list[Lay
 
 
 class MatrixBlock(NamedTuple):
-    """The rows of one matrix that Muon orthogonalizes together: those on one node, or in a full step on all nodes.
+    """The rows of one matrix that Muon orthogonalizes together: one node's rows, or in a full step all nodes' rows.
 
     Attributes:
         parameter: index of the parameter that holds the matrix, in the list of Muon's parameters.

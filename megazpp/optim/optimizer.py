@@ -23,7 +23,7 @@ from megazpp.tensor_parallel.parameters import local
 
 
 class DeviceOptimizer(torch.optim.Optimizer):
-    """Optimizer of parameters that may be DTensors, whose steps can be skipped without making the host wait.
+    """Optimizer that can skip a step without making the host wait. Its parameters may be DTensors.
 
     This class updates each parameter group by torch's fused AdamW on local tensors; Muon overrides this for its
     matrices. The state of a parameter has torch's entries: "step", and "exp_avg" and "exp_avg_sq", sharded like the

@@ -72,7 +72,8 @@ def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[N
     unwrap each parameter, and wrap each gradient, in a dozen Python calls.
 
     Args:
-        places: for each parameter to replace, the parameter dict of its module and its name there, see `places_of`.
+        places: for each parameter to replace, the dict `_parameters` of its module, and the parameter's name in this
+            dict; see `places_of`.
     """
     places = [(parameters, name) for parameters, name in places if isinstance(parameters.get(name), DTensor)]
     whole = [parameters[name] for parameters, name in places]
@@ -92,7 +93,8 @@ def local_parameters(places: Sequence[tuple[dict[str, Any], str]]) -> Iterator[N
 def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Return the places of all parameters of a module and its submodules, which `local_parameters` needs.
 
-    A place is a pair: the dict `_parameters` of the submodule that owns the parameter, and its name in this dict.
+    A place is a pair: the dict `_parameters` of the submodule that owns the parameter, and the parameter's name in this
+    dict.
     """
     return [(each._parameters, name) for each in module.modules() for name in each._parameters]
 
