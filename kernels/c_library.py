@@ -144,8 +144,8 @@ def _run(command: list[str], output: Path) -> Path:
 def _cache_folder() -> Path:
     """Return the folder that caches compiled C libraries, and create it if it does not exist.
 
-    The path equals that of `megazpp.base.files.cache_folder`. This function repeats the code of `cache_folder`, because
-    files in kernels/ import nothing from the rest of megazpp.
+    `megazpp.base.files.cache_folder` returns the same path for "libraries". This function repeats the code of
+    `cache_folder`, because files in kernels/ import nothing from the rest of megazpp.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(base) if base else Path.home() / ".cache") / "megazpp" / "libraries"

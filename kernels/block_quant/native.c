@@ -286,8 +286,8 @@ LOOP void add(const float *restrict more, int size, float *restrict values) {
 }
 
 /* Quantize a segment of x, of x - base, or of x + error into a message; base and error may be NULL. `error` is error
-feedback's buffer in int8, in which `kept` is the segment. The error is replaced by rest * new error + beta * earlier
-error. */
+feedback's buffer in int8, and `kept` tells where the segment is in this buffer. The error is replaced by rest * new
+error + beta * earlier error, or by the new error if beta is 0. */
 static void quantize_range(
     const struct table *table, const struct range *range, const char *x, int64_t dtype, const char *base,
     int64_t base_dtype, char *message, const struct range *kept, char *error, float beta, float rest
@@ -323,7 +323,7 @@ static void quantize_range(
             average(other, rest, beta, size, buffer);
         }
         const float error_scale = quantize_block(buffer, 8, 0, size, lost, 0);
-        *lost_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0;
+        *lost_scale = error_scale == error_scale ? (uint16_t)(bits_of(error_scale) >> 16) : 0; /* 0 if it is NaN */
     }
 }
 
@@ -347,8 +347,8 @@ void megazpp_pack(
     }
 }
 
-/* Dequantize K messages of each row and sum them in the order 0..K-1 into `out`. The sum of quantized elements starts
-with the values in `out` if onto_quantized, the sum of unquantized elements if onto_exact. */
+/* Dequantize K messages of each row and sum them in the order 0..K-1 into `out`. With onto_quantized, the sum of
+quantized elements starts with the values in `out`. With onto_exact, the sum of unquantized elements does so. */
 void megazpp_unpack_sum(
     const struct shape *shape, const struct table *table, const struct messages *from, const struct data *out,
     int64_t onto_quantized, int64_t onto_exact

@@ -40,7 +40,7 @@ class RangeTable:
     Attributes:
         num_ranges: number of segments, the rows of the table for C.
         address: host memory address of the table for C.
-        repeats: for each key of a Triton launch (`_launch_of`), a function that repeats this launch for
+        repeats: for each key of a Triton launch (`_launch_of` in __init__.py), a function that repeats this launch for
             tensors at other addresses.
     """
 

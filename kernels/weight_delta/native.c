@@ -237,8 +237,9 @@ INLINE int body_of(
     *changed = count;
     *kind = 0;
     if (!count) return 0;
-    /* ---- compute the exponent c, which determines the block's Rice parameters. total / 2^14 is the mean z, where each
-    z is converted to the highest exponent of the block. The factor 5 / 8 makes the mean z 0.8 to 1.6 at exponent c */
+    /* ---- compute the exponent c, which determines the block's Rice parameters. total is the sum of 2^6 z over the 2^8
+    elements, where each z is converted to the highest exponent of the block. So total / 2^14 is the mean z. The factor
+    5 / 8 makes the mean z 0.8 to 1.6 at exponent c */
     uint32_t total = 0, sums_k = 0, sum_h = 0;
     for (int i = valid; i < BLOCK; i++) e.one[i] = 255;
     for (int i = 0; i < BLOCK; i++) {

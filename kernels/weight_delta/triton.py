@@ -118,9 +118,9 @@ def _measure_kernel(
     The kernel writes the body's kind, the exponent c that determines Rice parameters, the body's bytes, and the number
     of changed elements into `plan`.
     """
-    # ---- compute the exponent c of this block, and from c the Rice parameter k of each weight. total / 2^14 is the
-    # mean z, where each z is converted to the highest exponent of the block. The factor 5 / 8 makes this mean 0.8 to
-    # 1.6 at exponent c
+    # ---- compute the exponent c of this block, and from c the Rice parameter k of each weight. total is the sum of
+    # 2^6 z over the 2^8 weights, where each z is converted to the highest exponent of the block. So total / 2^14 is the
+    # mean z. The factor 5 / 8 makes this mean 0.8 to 1.6 at exponent c
     z, exponent, _ = _load(new, old, size, SHIFT, MASK, ABOVE)
     changed = z != 0
     count = tl.sum(changed.to(tl.int32))
