@@ -1,9 +1,9 @@
 """The order of samples from a blend of datasets, as Megatron-Core's build_blending_indices computes it.
 
 A dataset's share is its weight divided by the sum of all weights. Sample n comes from the dataset that is furthest
-behind its share: the one with the largest share * max(n, 1) - taken in fp64, where `taken` is the number of samples
-that the dataset has provided, and the first dataset in a tie. Each choice depends on all earlier ones. `native` (C) and
-`reference` (Python, for machines without a C compiler) make identical choices.
+behind its share. This dataset has the largest share * max(n, 1) - taken, computed in fp64; in a tie, it is the first
+dataset with this value. `taken` is the number of samples that a dataset has provided. Each choice depends on all
+earlier ones. `native` (C) and `reference` (Python, for machines without a C compiler) make identical choices.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor
         kinds: [B] uint8, receives the kind of each block's body, which holds the block's encoded changes.
         halves: [B] uint8, receives half of each body's size in bytes. Half the size of a complete raw body, 256, does
             not fit into uint8 and becomes 0; `decode` knows the size of a raw body from its kind.
-        body: [C] uint8, receives the bodies one after another, without those that would end beyond C.
+        body: [C] uint8, receives the bodies one after another, without bodies that would end beyond these C bytes.
         numbers: [2] int64, receives the bytes that the bodies of all blocks need, and the number of changed elements in
             the blocks that were left out.
     """

@@ -30,9 +30,9 @@ _CHUNK = tl.constexpr(1024)  # blocks of weights per iteration of the prefix sum
 def encode(new: Tensor, old: Tensor, kinds: Tensor, halves: Tensor, body: Tensor, numbers: Tensor) -> None:
     """Encode the lossless delta from old to new weights, in Triton; see `native.encode`."""
     num_blocks = len(kinds)
-    # Each row of `plan` has one number per block of weights: the kind of the body with the encoded changes, the
-    # exponent c, the bytes of the body, the number of changed elements, and the body's offset in bytes from the first
-    # body of the message, or -1 if the body does not fit into the message.
+    # Each row of `plan` has one number per block of weights. The five rows are: the kind of the body, which holds the
+    # encoded changes; the exponent c; the bytes of the body; the number of changed elements; and the body's offset in
+    # bytes from the first body of the message, or -1 if the body does not fit into the message.
     plan = torch.empty(5, num_blocks, dtype=torch.int32, device=new.device)
     data = (new.view(torch.int16), old.view(torch.int16), plan)
     constants = _constants(new.dtype)

@@ -301,7 +301,7 @@ class CheckpointFolder:
 def _set_aside(folder: Path) -> Path:
     """Rename a folder NAME, so that a new one can have its name, and return the new path.
 
-    The new name is NAME.replaced-1 or, if such folders exist, the one after the highest number.
+    The new name is NAME.replaced-1. If folders with such names exist, its number is one more than their highest number.
     """
     pattern = rf"{re.escape(folder.name)}\.replaced-(\d+)"
     taken = [int(match[1]) for path in folder.parent.iterdir() if (match := re.fullmatch(pattern, path.name))]

@@ -198,7 +198,7 @@ class TrainState:
         return {MODEL + name: x for name, x in weights.tensors().items()}
 
     def padded(self, tensors: Tensors) -> set[str]:
-        """Return the keys of those `tensors` that end in padding rows: padded parameters and their optimizer states."""
+        """Return the keys in `tensors` of tensors that end in padding rows: parameters and their optimizer states."""
         names = tuple(f".{name}" for name, _, _, spec in owned_parameters(self.model) if spec.rows is not None)
         sharded = (key for key, x in tensors.items() if isinstance(x, DTensor) and x.ndim > 0)
         # A weight's key ends with the parameter's name. A moment's key ends with this name and the moment's name.

@@ -227,7 +227,7 @@ def heads_for_tokens(
 
     C is the number of cp ranks, and G the number of key and value heads. If C does not divide G, keys and values are
     repeated to lcm(G, C) heads first. Each rank then receives lcm(G, C) / C = G / gcd(G, C) heads of each token. An
-    all-gather of keys and values would deliver G heads, which are as many if gcd(G, C) is 1, and otherwise more.
+    all-gather of keys and values would deliver G heads of each token: as many if gcd(G, C) is 1, otherwise more.
 
     Args:
         q: [S/C, B, heads, D] queries of this rank's S/C tokens in each of B sequences, with D channels per head.

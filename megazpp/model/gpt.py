@@ -187,7 +187,7 @@ class GPTModel(nn.Module):
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the logits [B, S, V/T] of this tp rank's slice of the vocabulary from hidden states [S/C, B, H].
 
-        The hidden states are those after the final norm, which `forward` passes to its head. There are B sequences of S
+        x has the hidden states after the final norm, which `forward` passes to its head. There are B sequences of S
         tokens, H channels, V tokens in the padded vocabulary, T tp ranks and C cp ranks.
         """
         return self._by_rows(self._multiplied(x, F.linear))
@@ -195,7 +195,7 @@ class GPTModel(nn.Module):
     def values(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the outputs [B, S] fp32 of the scalar head (rewards or PPO's values) from hidden states [S/C, B, H].
 
-        The hidden states are those after the final norm, which `forward` passes to its head. There are B sequences of S
+        x has the hidden states after the final norm, which `forward` passes to its head. There are B sequences of S
         tokens, H channels, and C cp ranks.
         """
         assert self.scalar_head is not None, "the model was built without a scalar head, so it has no values"
@@ -297,8 +297,7 @@ class GPTModel(nn.Module):
 
         The result is (mask, offsets). The mask has the form of `AttentionInputs.mask`. The offsets are for the kernel
         of attention inside documents. At least one of the two is None, and both are None for plain causal attention.
-        With `windowed`, the sliding window of --window-size applies. The other arguments are those of
-        `_attention_inputs`.
+        With `windowed`, the sliding window of --window-size applies. See `_attention_inputs` for the other arguments.
         """
         window, batch, device = self.config.window if windowed else None, len(position_ids), position_ids.device
         if cache is not None:

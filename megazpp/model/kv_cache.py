@@ -74,8 +74,8 @@ class KVCache:
         """Return the attention mask of a forward, [B, 1, S, keys] bool, True where a token attends to a key.
 
         There are B rows with S new tokens each. `keys` is the number of cached positions that attention reads. The
-        result is None if plain causal attention among the new tokens gives the same result as a mask: the cache is
-        empty, and the new tokens do not exceed the window.
+        result is None if the cache is empty and the new tokens do not exceed the window. Plain causal attention among
+        the new tokens then gives the same result as a mask.
 
         Args:
             positions: [B, S] positions of the new tokens in the cache.

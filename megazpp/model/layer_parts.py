@@ -61,7 +61,7 @@ class LayerSettings:
         grouped: True if one grouped kernel multiplies the matrices of all experts of a layer (`find_grouped_product`).
         compiled: True to apply torch.compile to the layers; None compiles them only if --compile is set explicitly.
         fuse_loss: function that fuses the elementwise work on the logits into single kernels (`linear_cross_entropy`);
-            None to use torch.compile for them if the layers are compiled, and separate operations otherwise.
+            None to fuse this work by torch.compile if the layers are compiled, and not to fuse it otherwise.
         varying_sizes: True to compile the layers at once for any batch size and sequence length, instead of once for
             each of the first few sizes.
         device: device on which the model computes; None for the device of the parameters. The two differ if parameters

@@ -37,8 +37,8 @@ def build_optimizer(
         config: flags of the optimizer.
         dims: mesh axes of the run, which only Muon needs; None for other optimizers.
         dtype: dtype in which the model computes. Muon derives from it the dtype in which rows are communicated.
-        adamw: class that --optimizer adam uses in place of `ShardedAdamW`, such as the one for host memory; None for
-            `ShardedAdamW`.
+        adamw: class that --optimizer adam uses in place of `ShardedAdamW`, such as the class for states in host memory
+            (--optimizer-cpu-offload); None for `ShardedAdamW`.
 
     Raises:
         ValueError: --optimizer-backend apex is set, but apex is not installed or the device is not CUDA.
@@ -105,7 +105,7 @@ class Muon(DeviceOptimizer):
     rate of the other groups is multiplied by --muon-adam-lr-multiple.
 
     Args:
-        named: all parameters of the model by name; those that do not require a gradient are ignored.
+        named: all parameters of the model by name. Parameters that do not require a gradient are ignored.
         orthogonalizer: object that orthogonalizes the updates; its `parameters` are the matrices that Muon trains.
         config: flags of the optimizer.
     """

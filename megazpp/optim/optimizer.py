@@ -175,8 +175,8 @@ def update_(
     Args:
         optimizer: result of `build_optimizer`.
         grad_divisor: fp32 scalar on the device, from `clip_divisor`: the loss scale times the clipping divisor.
-        found_inf: fp32 scalar on the device, 1 if the step must be skipped; only for optimizers for which
-            `skips_on_device` returns True, and otherwise None.
+        found_inf: fp32 scalar on the device, 1 if the step must be skipped. It must be None for an optimizer for which
+            `skips_on_device` returns False.
         iteration: number of the training step, from which Muon decides whether to gather matrices over nodes.
     """
     if isinstance(optimizer, DeviceOptimizer):

@@ -7,7 +7,7 @@ elementwise operations and a row-parallel layer needs one collective at the star
 LoRA adapter (`Adapter`), each rank adds the adapter's output to its own x W^T, before any sum over ranks.
 
 With sequence parallelism a column-parallel layer saves only its slice of the input, and gathers the input again in
-backward. Backward overlaps both of its collectives with compute: the gather with the matrix product for the input's
+backward. Both collectives of backward overlap with compute. The gather overlaps with the matrix product for the input's
 gradient, and the reduction of that gradient with the matrix product for the weight's gradient. Source: Megatron-LM's
 LinearWithGradAccumulationAndAsyncCommunication. With a substitute for F.linear (model/float8.py) the layer saves the
 gathered input, and the collectives do not overlap.
@@ -326,8 +326,8 @@ class VocabParallelEmbedding(nn.Module):
 
     S is the sequence length, B the batch size, H the hidden size. With sequence parallelism the output is [S/T, B, H].
 
-    Each rank looks up those token ids that its rows have, and takes zeros for all others. The sum over tp completes the
-    result. Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an
+    Each rank looks up the token ids that its rows have, and takes zeros for all other ids. The sum over tp completes
+    the result. Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an
     all-gather in backward.
 
     Args:

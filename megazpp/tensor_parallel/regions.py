@@ -20,8 +20,8 @@ bytes in forward, and also in backward.
 `exchange_rows` is for expert parallelism: it sends tokens to the ranks of their experts and back (model/moe.py).
 
 `exchange` and `collect_sequence` are for context parallelism (Ulysses, arXiv 2309.14509). Each rank holds some of the
-tokens, except in attention, where it holds some of the heads for all tokens. `exchange` switches between the two. All
-ranks of a cp group compute the same loss, so the backward of `collect_sequence` needs no sum.
+tokens, except in attention, where it holds some of the heads for all tokens. `exchange` converts one of these divisions
+into the other. All ranks of a cp group compute the same loss, so the backward of `collect_sequence` needs no sum.
 
 On an axis of size 1, each collective returns its argument.
 """

@@ -71,9 +71,9 @@ class Evidence(NamedTuple):
 
     losses: torch.Tensor  # [number of micro-batches] this rank's contributions to the step's loss
     norm: GradNorm  # gradient norm of the step, with the norms of single parameters
-    # For each parameter, by name: a scalar, the sum over all elements of this rank's unreduced gradients of the
-    # parameter's sharding unit. It is NaN or Inf if one of these elements is. None if no unit is sharded, as with ZeRO
-    # stage 0 or a single data rank.
+    # For each parameter, by name, a scalar: the sum over all elements of this rank's unreduced gradients in the
+    # parameter's sharding unit. The sum is NaN or Inf if one of these elements is. None if no unit is sharded, as with
+    # ZeRO stage 0 or a single data rank.
     own: Mapping[str, torch.Tensor] | None
 
 
@@ -88,8 +88,8 @@ class StepReport:
         loss, norm: loss and gradient norm of the global batch.
         losses: this rank's contributions to the loss, one per micro-batch.
         suspects: names of the parameters in the sharding units in which this rank's gradients were not finite before
-            their reduction. None if no unit is sharded, as with ZeRO stage 0 or a single data rank: there is then no
-            reduce-scatter through which the gradients of a single rank pass.
+            their reduction. None if no unit is sharded, as with ZeRO stage 0 or a single data rank. The reduce-scatter,
+            which checks the gradients of a single rank, then does not run.
         norms: gradient norm of each parameter, by name.
         scale: loss scale of the step; 1 without loss scaling.
     """

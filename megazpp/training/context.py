@@ -69,7 +69,7 @@ class Console:
         return self._given or sys.stdout
 
     def keep(self, path: Path) -> None:
-        """Make the file at `path` the log file: append the full lines to it, also those printed before this call.
+        """Make the file at `path` the log file, and append all full lines to it, also lines printed before this call.
 
         A terminal may show shorter lines (see `log`), but the file gets the full ones. If writing to the file fails,
         the console warns and continues without the file.

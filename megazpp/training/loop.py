@@ -117,7 +117,8 @@ def train(
         schedule: learning rate and weight decay, as functions of the consumed samples.
         recorder: recorder that receives the record of each step.
         stops: conditions for an early stop.
-        observers: functions whose context managers surround each step; the first one is the outermost.
+        observers: functions whose context managers surround each step. The context manager of the first function is
+            the outermost.
         start: progress from which the run starts or resumes.
         after: actions after some steps, such as saves and evaluations, run in this order.
         synchronize: function that synchronizes DiLoCo's replica groups; None without DiLoCo.
@@ -242,7 +243,7 @@ class StopConditions:
         """Return the reason to stop after `iteration`, equal on all ranks, or None to continue.
 
         A signal may reach only one rank, and clocks differ, so the ranks combine their conditions by one all-reduce of
-        two integers. With several ranks on CUDA the run stops one step later: each rank reads the result of the
+        two integers. With several ranks on CUDA the run stops one step later. Each rank then reads the result of the
         previous step's all-reduce, so that no rank has to wait for its device.
 
         Args:
@@ -330,11 +331,11 @@ def collect_garbage_between_steps() -> Iterator[Callable[[int], None]]:
     The context yields a function, which the training loop calls with the iteration after each step. Without the
     context, the collector runs on each rank at a different time, and the other ranks wait in their next collective.
 
-    Nearly all Python objects are created at start-up and stay: 310,000 for a model of two layers on the CPU, 0.4 to
-    1.1 s per collection on a busy core. The first call of the function therefore excludes these objects from later
-    collections by `gc.freeze`, so that a collection takes less than 0.1 ms. `gc.unfreeze` at the end of the context
-    undoes this for all frozen objects of the process. So if other code has frozen objects before, the function freezes
-    none.
+    Nearly all Python objects are created at start-up and stay. A model of two layers on the CPU has 310,000 of them,
+    and a collection then takes 0.4 to 1.1 s on a busy core. The first call of the function therefore excludes these
+    objects from later collections by `gc.freeze`, so that a collection takes less than 0.1 ms. `gc.unfreeze` at the end
+    of the context undoes this for all frozen objects of the process. So if other code has frozen objects before, the
+    function freezes none.
     """
     enabled, freezes, started = gc.isenabled(), gc.get_freeze_count() == 0, False
 

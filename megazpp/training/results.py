@@ -5,9 +5,9 @@ with the bytes that ZeRO-3 would have sent. The bytes of the table are counted a
 The bytes of ZeRO-3 are calculated from the sizes of the shards:
 
     With k micro-batches per rank, W data ranks on several nodes, M_w bytes of weights (compute dtype) and M_g bytes of
-    gradients (reduction dtype), a ring sends (W - 1) / W x k x (2 M_w + M_g) bytes over each node's uplink: forward and
+    gradients (reduction dtype), a ring sends (W - 1) / W x k x (2 M_w + M_g) bytes over each node's uplink. Forward and
     backward each gather the weights, and backward reduces the gradients. If weights and gradients both have 16 bits and
-    M bytes, this is about 3 k M bytes.
+    M bytes, the uplink carries about 3 k M bytes.
 """
 
 from __future__ import annotations
@@ -134,6 +134,8 @@ def zero3_traffic(
     shard_elements: int, dims: ParallelDims, precision: PrecisionConfig, micro_batches: int
 ) -> Zero3Traffic | None:
     """Calculate the bytes that ZeRO-3 would send between nodes with the ranks of this job.
+
+    ZeRO-3 has no replica groups, so the data ranks of all DiLoCo groups form one ring.
 
     Args:
         shard_elements: number of elements in one rank's shards of all parameters, with padding.

@@ -242,6 +242,8 @@ def describe(name: str, spans_by_rank: Sequence[Sequence[Span]]) -> str:
         busy = sum(seconds.get(track, 0.0) for _, seconds in by_rank)
         line = f"  {track:<10} {busy / len(by_rank):9.4f} s"
         if track not in (COMPUTE, WAIT) and busy:
+            # The fractions that are hidden behind compute, and behind compute and other collectives: means over ranks,
+            # weighted by the ranks' busy times
             shares = [(seconds[track], hidden_shares(spans, track)) for spans, seconds in by_rank if track in seconds]
             compute, work = (
                 sum(weight * hidden[kind] for weight, hidden in shares if hidden) / busy for kind in range(2)

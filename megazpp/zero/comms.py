@@ -90,8 +90,8 @@ class CommContext:
         shard: axis of all data ranks, for collectives in one hop.
         plan: collectives that replace FSDP2's, with their message formats.
         zero: flags of ZeRO and ZeRO++.
-        precision: compute and reduction dtypes. Weights and gradients that are not quantized are sent in these dtypes,
-            except for partial sums in the cross-node hop, which are sent as they are stored: in fp32 or bf16.
+        precision: compute and reduction dtypes. Weights and gradients that are not quantized are sent in these dtypes.
+            Partial sums in the cross-node hop are an exception: they are sent as they are stored, in fp32 or bf16.
         codec: function that creates a unit's codec from its messages' layout and the dtype of unquantized elements.
         lossless_codec: function that creates a unit's codec of lossless deltas from the size of the unit's flat shard.
     Attributes:

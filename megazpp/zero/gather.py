@@ -112,8 +112,8 @@ class InterNodeMessage(IntEnum):
     """
 
     NOTHING = 0
-    # A weight delta. In models of `megazpp.zeropp` without weight deltas, this kind sends the weights of those
-    # parameters of the unit that require a gradient, but not of the frozen ones.
+    # A weight delta. In models of `megazpp.zeropp` without weight deltas, this kind sends the weights of the unit's
+    # parameters that require a gradient, but no frozen parameters.
     DIFFERENCE = 1
     KEYFRAME = 2
 
@@ -554,8 +554,8 @@ class Resident(Secondary):
     def take_in(self, messages: torch.Tensor, shard: torch.Tensor, *, keyframe: bool) -> None:
         """Run the cross-node hop, which updates R, the resident weights of all nodes.
 
-        The arguments are those of `Secondary.take_in`. This rank sends its whole weights if `keyframe` is True,
-        otherwise a weight delta.
+        See `Secondary.take_in` for the arguments. This rank sends its whole weights if `keyframe` is True, otherwise a
+        weight delta.
         """
         if keyframe:
             self.weights[self.cross.rank].copy_(shard)

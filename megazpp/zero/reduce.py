@@ -53,8 +53,9 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self.reduced = tuple(range(len(unit.parameters)))
         self._fsdp2_post_backward: Callable[..., None] = lambda *_: None
         self._filling: Work[Any] = Work(None)  # task of the reduction that is filling `.grad`; a finished task if none
-        # True if `post_backward` must set `.grad` to None, because the last reduction has not put its result there: it
-        # has only added gradients to partial sums, or its result goes to host memory (host_states/reduce.py)
+        # True if the last reduction has not put its result into `.grad`, so that `post_backward` must set `.grad` to
+        # None. The reduction has then only added gradients to partial sums, or its result goes to host memory
+        # (host_states/reduce.py)
         self._waits = False
         self._last_micro_batch = True
         self._watched = False

@@ -386,7 +386,8 @@ def _parameters(
     Args:
         root: module that `fully_shard` has wrapped, or one of its descendants in the recursion.
         names: name in the model of each module.
-        seen: modules and parameters of the unit that were visited before; this function adds those that it visits.
+        seen: modules and parameters of the unit that were visited before. This function adds each module and parameter
+            that it visits.
         data_dims: number of leading dims of the parameters' mesh that belong to FSDP2.
     """
     for child in root.children():
