@@ -327,8 +327,10 @@ class VocabParallelEmbedding(nn.Module):
     S is the sequence length, B the batch size, H the hidden size. With sequence parallelism the output is [S/T, B, H].
 
     Each rank looks up the token ids that its rows have, and takes zeros for all other ids. The sum over tp completes
-    the result. Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an
-    all-gather in backward.
+    the result.
+
+    Collectives on tp: an all-reduce in forward. With sequence parallelism a reduce-scatter in forward and an all-gather
+    in backward.
 
     Args:
         padded_vocab_size: number of rows of the table over all ranks, a multiple of the number of ranks.

@@ -116,7 +116,7 @@ class CommContext:
         self.plan, self.zero, self.precision = plan, zero, precision
         self._codec, self.lossless_codec = codec, lossless_codec
         two_hops, blocks_host = bool(plan.gather or plan.reduce), shard.queue.blocks_host
-        # On CUDA, FSDP2 itself overlaps collectives in one hop with the compute, so no schedule is necessary for them.
+        # On CUDA, FSDP2 itself overlaps collectives in one hop with the compute, so these collectives need no schedule.
         overlaps = two_hops or blocks_host
         self.overlap_gather, self.overlap_reduce = plan.overlap_gather and overlaps, plan.overlap_reduce and overlaps
         self._use_axes(cross, local, shard)

@@ -152,7 +152,7 @@ class ZeroConfig(Config):
     def weight_format_flags(self) -> tuple[str, ...]:
         """The flags that the user has set and that fix the format of gathered weights, spelled as on a command line.
 
-        If any of them is set, --zero-weight-delta auto does not choose a format. Only three flags fix the format:
+        If any of these flags is set, --zero-weight-delta auto chooses no format. Only three flags fix the format:
         --zero-quantized-weights and --zero-weight-bits with any value, and --zero-hpz-partition-size 1, with which
         nodes keep no weights to which deltas could be added.
         """

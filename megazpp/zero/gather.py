@@ -123,7 +123,7 @@ class TwoHopGather(DefaultAllocMixin, AllGather):
 
     With L ranks per node, FSDP2's rank in the data mesh is cross rank x L + local rank. To detect changed weights, each
     use compares the unit's fingerprint (`Unit.fingerprint`) with its fingerprint at the last cross-node hop.
-    All ranks run the same program, so a write to the weights changes the fingerprints on all of them.
+    All ranks run the same program, so a write to the weights changes the fingerprints on all ranks.
 
     Args:
         unit: the sharding unit.

@@ -136,7 +136,7 @@ class SummingReduce(DefaultAllocMixin, ReduceScatter):
         self.reduce(input_tensor, output_tensor)
 
     def reduce(self, gradients: torch.Tensor, output: torch.Tensor) -> None:
-        """Sum `gradients` over W ranks into `output`, or start to do so if reductions overlap; see `__call__`.
+        """Sum `gradients` over W ranks into `output`, or start this sum if reductions overlap; see `__call__`.
 
         Args:
             gradients: [W n] unreduced gradients of this rank, n elements for each of the W data ranks.

@@ -171,9 +171,9 @@ class Sharding:
     def begin_micro_batch(self, *, last: bool) -> None:
         """Tell FSDP2 and the reduce-scatters whether the next micro-batch is the last one of its training step.
 
-        Only the last micro-batch reduces gradients over ranks in stages 0 and 1, and over replicas with HSDP. Only the
-        last one frees the gathered parameters in stages 0 to 2. Call this method before each forward of a training
-        step.
+        Only the last micro-batch reduces gradients over ranks in stages 0 and 1, and over replicas with HSDP. In stages
+        0 to 2, only the last micro-batch frees the gathered parameters. Call this method before each forward of a
+        training step.
 
         Args:
             last: True for the last micro-batch of a training step, after which the gradients are complete.
@@ -236,7 +236,7 @@ class Sharding:
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Keep each parameter gathered from its first use to the end of this context, which frees all of them.
+        """Keep each parameter gathered from its first use to the end of this context, which frees all parameters.
 
         An evaluation of several forwards then gathers each parameter only once. Inside the context, a rank needs memory
         for all gathered parameters.

@@ -239,7 +239,7 @@ class LosslessCodec:
     the first step of a learning rate warm-up changes almost no weights, so the size of its delta predicts nothing.
 
     Each message contains the number of bytes that its delta needed. All ranks of the cross axis receive all messages
-    and use the largest of these numbers, so all of them make the same prediction. The host reads the numbers one step
+    and use the largest of these numbers, so all ranks make the same prediction. The host reads the numbers one step
     later, when they have already arrived.
 
     Blocks of changes that do not fit into a message are left out. Their weights stay unchanged in the resident weights
