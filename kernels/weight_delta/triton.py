@@ -65,7 +65,7 @@ def _constants(dtype: torch.dtype) -> dict[str, int]:
 
 @triton.jit
 def _order(bits):
-    """Map sign-extended bit patterns of 16-bit floats in int32 to ordered integers."""
+    """Number 16-bit floats by increasing value: return an int32 for each bit pattern, sign-extended to int32."""
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 

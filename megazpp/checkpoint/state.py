@@ -206,7 +206,7 @@ class TrainState:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
+        """The device on which the model computes."""
         return self._sharding.device
 
     def _parts_of(self, optimizer: bool, rng: bool) -> Iterator[StatePart]:

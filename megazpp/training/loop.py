@@ -270,7 +270,7 @@ class StopConditions:
 
     @property
     def _is_over(self) -> bool:
-        """True if --exit-duration-in-mins is over."""
+        """True if the time limit --exit-duration-in-mins is set and has passed since the start of the job."""
         minutes = self._config.exit_duration_in_mins
         return minutes is not None and time.monotonic() - self._began > 60 * minutes
 

@@ -147,7 +147,7 @@ class TensorBoardSink:
         self._writer.add_text("summary", "\n".join(["| | value |", "| --- | --- |", *rows]), iteration)
 
     def close(self, *, exit_code: int) -> None:
-        """Flush and close TensorBoard's event file. `exit_code` has no effect."""
+        """Flush and close TensorBoard's event file. `exit_code` is ignored, because the file has no status of a run."""
         self._writer.close()
 
 
