@@ -248,9 +248,10 @@ class TokenRange:
         self.lengths = (np.minimum(ends, stop) - np.maximum(begins, start))[used].astype(np.int32)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return `length` token ids of the range's sequence `index` from position `offset` on; None returns the rest.
+        """Return `length` token ids of the range's sequence `index` from position `offset` on.
 
-        Position 0 is the sequence's first id inside the range, also if the range begins in the middle of the sequence.
+        With `length` None, return all remaining ids of the sequence that are in the range. Position 0 is the sequence's
+        first id inside the range, also if the range begins in the middle of the sequence.
         """
         cut = self._offset if index == 0 else 0
         length = int(self.lengths[index]) - offset if length is None else length

@@ -1,7 +1,7 @@
 """A cache on disk for sample indices, tokenized text and trained tokenizers. Each node builds an entry once.
 
-The ranks of a node share a cache directory and need no barrier. A file lock lets one of them build an entry, and the
-others see either no entry or a complete one. Every node builds its own copy of an entry. The copies are equal, because
+The ranks of a node share a cache directory and need no barrier. A file lock lets one rank build an entry, and the other
+ranks see either no entry or a complete entry. Every node builds its own copy of an entry. The copies are equal, because
 the key of an entry determines its content.
 """
 

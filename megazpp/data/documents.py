@@ -197,7 +197,8 @@ def read_blocks(path: Path, keys: Sequence[str] | None = None, *, block_bytes: i
     Args:
         path: file to read. A plain text file becomes a single block.
         keys: columns to read from a Parquet file; None reads all columns.
-        block_bytes: smallest size of a block of JSON lines, in bytes. The block ends with the line that reaches it.
+        block_bytes: smallest size of a block of JSON lines, in bytes. The block ends with the line that reaches this
+            size.
     Raises:
         ValueError: the file is damaged. The message names the file and a line shortly before the damage.
     """

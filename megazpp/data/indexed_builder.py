@@ -150,8 +150,8 @@ def _claim(path: Path) -> BinaryIO:
             raise ValueError(
                 f"{path}: another process is writing this file; wait for its end, or write to another path"
             )
-        # The builder that held the lock may have renamed or removed the file after `open`. The lock is then of a
-        # complete .bin or of no file, so open the path again.
+        # The builder that held the lock may have renamed or removed the file after `open`. The lock then belongs to a
+        # complete .bin, or to a file without a name, so open the path again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 break

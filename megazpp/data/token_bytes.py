@@ -34,7 +34,7 @@ class TokenBytes:
         self._anchor = tokenizer.encode_spans("a", add_special_tokens=False).ids[-1:]
 
     def count(self, ids: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> int:
-        """Return the total number of bytes of those labels `ids[1:]` of a sample that `counted` selects.
+        """Return the total number of bytes of the labels in `ids[1:]` of a sample that `counted` selects.
 
         Args:
             ids: [S + 1] token ids of a sample with S labels. The selected labels must be in the vocabulary.

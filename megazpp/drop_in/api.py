@@ -66,7 +66,7 @@ def zeropp(
             may be on another mesh [data, expert parallel] of all ranks. If the model is not wrapped yet, `zeropp` wraps
             each repeated block and then the rest of the model, over all ranks.
         ranks_per_node: number of consecutive ranks that share a node. None reads the environment variable
-            MEGAZPP_RANKS_PER_NODE. If that is not set either, the ranks find out which of them share a host.
+            MEGAZPP_RANKS_PER_NODE. If this variable is not set either, the ranks find out which ranks share a host.
         config: formats in which weights and gradients are sent, and further settings of ZeRO++. The default is
             `ZeroConfig(zeropp=True, zero_error_feedback=False)`. With error feedback, the program must call
             `Handle.end_step` after each optimizer step. With `zero_weight_delta="auto"`, weights cross nodes as int8

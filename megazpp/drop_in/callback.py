@@ -21,7 +21,7 @@ class trainer_callback:  # noqa: N801, because it is called like a function
     from a checkpoint in `output_dir`.
 
     `trainer_callback` is a class, because the Trainer calls a class in `callbacks` to make the callback. So
-    `callbacks=` also accepts `trainer_callback` without parentheses. The keyword arguments are those of `zeropp`.
+    `callbacks=` also accepts `trainer_callback` without parentheses. The keyword arguments are passed to `zeropp`.
     """
 
     def __new__(cls, **arguments: Any) -> Any:

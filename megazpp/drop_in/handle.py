@@ -111,8 +111,8 @@ class Handle(Sharding):
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Check before an optimizer step that no gradients wait, and detect writes to weights since they were sent.
 
-        Call this method only before steps of an optimizer whose class does not derive from torch's `Optimizer`. Hooks
-        call it for all others.
+        Call this method only before steps of an optimizer whose class does not derive from torch's `Optimizer`. For all
+        other optimizers, hooks call this method.
 
         Args:
             optimizer: optimizer that is about to step; None means an optimizer that holds all parameters.
@@ -131,8 +131,8 @@ class Handle(Sharding):
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Record that an optimizer has stepped: the next use of the changed weights sends them to the other nodes.
 
-        Call this method only after steps of an optimizer whose class does not derive from torch's `Optimizer`. Hooks
-        call it for all others.
+        Call this method only after steps of an optimizer whose class does not derive from torch's `Optimizer`. For all
+        other optimizers, hooks call this method.
 
         Args:
             optimizer: optimizer that has stepped; None means an optimizer that holds all parameters.
@@ -193,9 +193,9 @@ class Handle(Sharding):
         """Load the state of ZeRO++ that `save` has written next to a program's checkpoint.
 
         Call this method on all ranks, before or after the program loads the model's weights. The state takes effect in
-        the next forward. A unit whose weights are not those at the time of `save` then sends whole weights. If the file
-        was saved with another layout of ranks, other units or other formats, error feedback starts at zero and all
-        units send whole weights. A line in the log says so.
+        the next forward. A unit whose weights differ from the weights at the time of `save` then sends whole weights.
+        If this rank's file is missing, or was saved with another layout of ranks, other units or other formats, error
+        feedback starts at zero and all units send whole weights. A line in the log says so.
 
         Args:
             folder: folder that was passed to `save`.

@@ -93,7 +93,7 @@ class LateSum:
         self.versions = [-1 if gradient is None else gradient._version for gradient in self.gradients]
 
     def add(self, unit: ProgramUnit, *, interrupted: bool) -> None:
-        """Add the sum over ranks to those gradients of the unit that the program has not discarded.
+        """Add the sum over ranks to the unit's gradients, except gradients that the program has discarded.
 
         Args:
             unit: sharding unit of the gradients.
@@ -221,13 +221,14 @@ class UnusedParameters:
         self._flags: list[tuple[tuple[int, ...], list[torch.Tensor]]] = []
 
     def begin(self, used: set[int], reduced: Iterable[int]) -> None:
-        """Record which parameters have no `.grad` yet, and for which this rank has had a gradient since then.
+        """Record which parameters have no `.grad`, and for which this rank has had a gradient since `.grad` was None.
 
-        Call this before FSDP2 reduces the unit's gradients.
+        Call this method before FSDP2 reduces the unit's gradients.
 
         Args:
             used: indices of the parameters that have a gradient on this rank.
-            reduced: indices of the parameters whose gradients are reduced. Gradients of those not in `used` are zeros.
+            reduced: indices of the parameters whose gradients are reduced. The gradients of parameters that are not in
+                `used` are zeros.
         """
         cleared = {index for index in reduced if self._unit.gradient(index) is None}
         self._fresh |= cleared
@@ -439,7 +440,7 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
 
         Args:
             held: partial sums of a subset of these parameters.
-            indices: indices of the parameters of the result, which has zeros for those that `held` lacks.
+            indices: indices of the parameters of the result, which has zeros for parameters that `held` lacks.
         """
         if held.indices == indices:
             return held
@@ -488,8 +489,8 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
 
         The result is None if error feedback is off, or if none of these gradients is quantized.
 
-        The error feedback has room only for these parameters. If the last call named other parameters, those that both
-        calls name keep their quantization errors, and all others start at zero.
+        The error feedback has room only for these parameters. If the last call named other parameters, the parameters
+        that both calls name keep their quantization errors. The errors of all other parameters start at zero.
         """
         if not self._feedback:
             return None

@@ -88,7 +88,7 @@ def wrap_model(model: nn.Module, mesh: DeviceMesh, fsdp: Mapping[str, Any]) -> R
 
 
 class ReplacedParameters:
-    """The parameters of a model before `zeropp` wrapped it, with which optimizers without effect are detected.
+    """The parameters of a model before `zeropp` wrapped it, to detect optimizers that would train nothing.
 
     An optimizer that was created before the model was wrapped holds these parameters. They get no gradients, because
     FSDP2 has put other parameters in their place, so the optimizer would train nothing.

@@ -67,8 +67,8 @@ class WatchedGather(ProgramGather):
 
     Attributes:
         watch: object that holds the ranks' votes on all units of the model; its constructor sets this attribute.
-        ballot: last vote on this unit; None from the time at which `WriteWatch.undone` begins to yield the messages
-            that this vote asks for.
+        ballot: last vote on this unit. None before the first vote. Also None after `WriteWatch.undone` has begun to
+            yield the messages that the last vote asks for, until the next vote.
     """
 
     watch: WriteWatch
@@ -79,8 +79,8 @@ class WatchedGather(ProgramGather):
         # For each parameter, whether it was trained when the unit's weights were last sent; () before that
         self._trained: tuple[bool, ...] = ()
         # Two checksums of this rank's shards when they were last sent: of the frozen and of the trained parameters.
-        # With weight deltas, the second one is the checksum of all parameters, and the first one is not used. None
-        # before the shards are first sent
+        # With weight deltas, the second checksum covers all parameters, and the first one is not used. None before the
+        # shards are first sent
         self._sums: torch.Tensor | None = None
         # Tensors of a checkpoint, by name, which `load_kept` stores here until `restore_kept` copies or discards them;
         # otherwise empty
@@ -338,8 +338,9 @@ class WatchedGather(ProgramGather):
     def _parts(self) -> Iterator[tuple[bool, list[torch.Tensor]]]:
         """Yield the groups of the unit's parameters that have separate checksums, as (trained, shards).
 
-        `trained` is True for the trained parameters and False for the frozen parameters; `shards` are this rank's
-        shards of them. With weight deltas there is only one group of all parameters, with `trained` True.
+        `trained` is True for the trained parameters and False for the frozen parameters. `shards` are this rank's
+        shards of the group's parameters. With weight deltas there is only one group of all parameters, with `trained`
+        True.
         """
         shards = self.unit.padded_shards()
         if self.secondary.sends_differences:

@@ -73,10 +73,11 @@ class KernelSeries(NamedTuple):
 
     Attributes:
         seconds: seconds of all kernels and collectives together.
-        launch_seconds: seconds that the host takes to launch all of them.
+        launch_seconds: seconds that the host takes to launch all kernels and collectives.
         after_launch: earliest end of the last kernel, in seconds after the start of the first launch. No kernel starts
-            before its launch has ended. So this is the maximum over all kernels of the end of the kernel's launch plus
-            the seconds of that kernel and of all later ones. It is minus infinity if launches take no time.
+            before its launch has ended. So `after_launch` is the maximum over all kernels of this sum: the end of the
+            kernel's launch, plus the seconds of the kernel and of all later kernels. It is minus infinity if launches
+            take no time.
         busy: seconds of collectives by axis, and for the key "compute" the seconds of the kernels.
     """
 
@@ -150,8 +151,8 @@ class Simulation:
         the network. The repetitions use up this lead. Then the next simulated work waits for the host.
 
         Args:
-            times: number of repetitions. They must begin and end as at the end of a backward, when no stream or queue
-                is ahead of the compute stream.
+            times: number of repetitions. No stream or queue may be ahead of the compute stream when a repetition begins
+                or ends, as at the end of a backward.
             began: time of the compute clock at the moment, in seconds.
             busy: copy of `busy` at the moment.
         """

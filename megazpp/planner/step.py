@@ -55,7 +55,7 @@ from megazpp.zero.reduce import TwoHopReduce
 
 MASTER_BYTES = 4  # bytes per element of master weights, sharded gradients and moments, which are fp32
 NOTHING = Traffic(0, 0)
-HOP_AXES = ("cross", "local", "shard")  # names of the axes that are the first three fields of `CommContext`, in order
+HOP_AXES = ("cross", "local", "shard")  # names of the axes that the constructor of `CommContext` takes, in its order
 TrafficTable = dict[tuple[str, str, str], Traffic]  # calls and sent bytes by (wire, axis, collective)
 
 
@@ -214,8 +214,8 @@ class StepSimulator:
 
         Args:
             micro_batches: number of micro-batches of the step.
-            repeats: True to simulate only one of the micro-batches between the first and the last, which are alike, and
-                to repeat its traffic and seconds for the others.
+            repeats: True to simulate only one of the micro-batches between the first and the last, which are alike. Its
+                traffic and seconds then count for each of these micro-batches.
         """
         simulation, compute = self._simulation, self._simulation.compute
         before, start = self.counter.table(), simulation.begin_step()
@@ -287,7 +287,7 @@ class StepSimulator:
             # weights (2), subtract them from R, the common copy (3), and scale the difference (2).
             self._touch(8 * sum(sizes))
             send_fragment(units, axis, plan, torch.empty((), dtype=torch.float64, device=META))
-            # The messages of all fragments count together, because at the end of a run all are in flight at once.
+            # The messages of all fragments count together, because they all are in flight at the end of a run.
             for unit, size in zip(units, sizes, strict=True):
                 self.ledger.add(Memory.OUTER_MESSAGES, unit.sent_bytes)
                 received = unit.sent_bytes + axis.size * unit.common.crossing_bytes(keyframe=False)

@@ -186,7 +186,8 @@ def trace_model(config: GPTConfig, inputs: TraceInputs) -> Trace:
             f"the planner does not support --moe-layer-freq {config.moe_layer_freq}, by which only some layers have "
             f"experts, with {other}: leave one of them out"
         )
-    alike["moe_layer_freq"] = "[0,1]" if mixed else "1"  # layer 0 represents dense layers, layer 1 those with experts
+    # In a mixed model, layer 0 represents the dense layers, and layer 1 the layers with experts.
+    alike["moe_layer_freq"] = "[0,1]" if mixed else "1"
     # Number of traced layers: one for each kind of layer that differs from the others. With frozen parameters there are
     # three kinds: the first layer, which computes no gradient of its input; the second layer, during which the memory
     # of the first layer's input is freed; and all others. There are two kinds if only some layers have experts, or if
@@ -412,8 +413,8 @@ class TraceRecorder(TorchDispatchMode):
         """Return a version of a function of tensors that is recorded like one fused kernel, as torch.compile makes it.
 
         Only the memory of the function's results is counted, because the kernel keeps all other values in registers.
-        The recorded passes over memory remain those of the separate operations of the function, because the
-        calibrations in cost.py were fitted with these.
+        The recorded passes over memory remain the passes of the function's separate operations, because the
+        calibrations in cost.py were fitted with these passes.
         """
 
         @functools.wraps(function)

@@ -48,7 +48,7 @@ SEARCHED = ("ZeRO-3", "HSDP", "--zeropp")  # schemes that the search for the fas
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # micro-batch sizes that the search for the fastest flags tries
 USUAL_STEPS = 30  # value of --diloco-steps in the report's table of schemes if the user's run has no local steps
 Recompute = Literal["selective", "full"] | None
-# Values of --recompute-granularity, from the one with most memory and least computation to the opposite
+# Values of --recompute-granularity, sorted by falling memory and rising computation
 RECOMPUTE: tuple[Recompute, ...] = (None, "selective", "full")
 
 
@@ -143,10 +143,11 @@ def with_recompute(config: RunConfig, granularity: Recompute) -> RunConfig:
 
 
 def with_batch(config: RunConfig, cluster: Cluster, micro_batch_size: int) -> RunConfig:
-    """Return the flags of a run with another micro-batch size, and a global batch size as near as possible to its own.
+    """Return the flags of a run with another micro-batch size, and a global batch size near the run's own.
 
-    The global batch size is a multiple of the micro-batch size times the number of data ranks. If the run's global
-    batch has fewer than `micro_batch_size` samples per data rank, the micro-batch has all samples of its data rank.
+    The global batch size is the multiple of the micro-batch size times the number of data ranks that is nearest to the
+    run's global batch size. If the run's global batch has fewer than `micro_batch_size` samples per data rank, the
+    micro-batch has all samples of its data rank.
     """
     batches, data = config.batches, cluster.world_size // _ranks_of_a_sample(config)
     total = batches.global_batch_size or micro_batch_size * data
