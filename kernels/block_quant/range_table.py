@@ -68,7 +68,7 @@ class RangeTable:
         """Return the table that tells each Triton program where its tile is, [number of tiles, 4] int64 on `device`.
 
         Row i describes tile i; the top of this file describes the four columns. The first call for a device and size
-        creates the table. It takes 32 bytes per tile, 0.008 bytes per element for tiles of 4096.
+        creates the table. A table takes 32 bytes per tile, or 0.008 bytes per element for tiles of 4096 elements.
 
         Args:
             device: device on which the kernels run.

@@ -195,7 +195,8 @@ def _quantize(
     """Quantize one tile of x into the message, after subtracting the base if BASE.
 
     With FEEDBACK the tile's errors of the last quantization are added before the tile is quantized. Then the new errors
-    replace them in error feedback's buffer `errors`, at the offsets `lost` (integers) and `lost_scales` in bytes.
+    replace them in `errors`, the buffer of error feedback: the integers at the offset `lost` and the scales at the
+    offset `lost_scales`, in bytes.
     """
     # ---- load the elements of x, subtract the base, and add the stored quantization errors
     low, high = tiles.load_data(x + start, left, BLOCK, WHOLE)

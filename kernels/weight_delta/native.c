@@ -134,7 +134,7 @@ struct writer {
     uint32_t used;
 };
 
-/* Append `width` bits, 0 to 63, to a writer. This may overwrite up to 8 bytes after the appended bits. */
+/* Append `width` bits, 0 to 63, to a writer. The function may overwrite up to 8 bytes after the appended bits. */
 INLINE void append(struct writer *w, uint64_t bits, uint32_t width) {
     const uint32_t total = w->used + width;
     w->word |= bits << w->used;

@@ -353,7 +353,8 @@ class RestoringReduce(ProgramReduce, TwoHopReduce):
     def finished(self) -> None:
         """Set `.grad` to None for parameters without a gradient on any rank.
 
-        This does nothing while a reduction still has to add its sum to `.grad`; that reduction calls this method again.
+        The method does nothing while a reduction still has to add its sum to `.grad`. That reduction calls the method
+        again.
         """
         if not self._late_sums:
             self._unused.restore_none()

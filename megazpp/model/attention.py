@@ -151,7 +151,7 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if inputs.rotary is not None:
             q, k = rotate(q, *inputs.rotary), rotate(k, *inputs.rotary)
-            # Autograd saves v for backward. As a view, v would keep all of `qkv` in memory, so copy it. This is not
+            # Autograd saves v for backward. As a view, v would keep all of `qkv` in memory, so copy it. The copy is not
             # necessary if autograd keeps `qkv` anyway, as the input of `q_norm`, or if context parallelism copies v.
             if self.q_norm is None and not self.context_parallel and torch.is_grad_enabled():
                 v = v.contiguous()

@@ -93,7 +93,7 @@ class GPTModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """The device on which the model computes; its parameters may be in host memory."""
-        # This does not ask `self.parameters()` for a device, because a frozen model has no parameters.
+        # Do not ask `self.parameters()` for a device, because a frozen model has no parameters.
         return self.settings.device or self.embedding.word.weight.device
 
     def forward(
@@ -366,8 +366,8 @@ class TransformerLayer(nn.Module):
             losses returns (residual stream, router losses [B]).
         """
         if cache is not None:
-            # A forward without a mask reads prompts into an empty cache. This happens only once per cache, so compiling
-            # for it does not pay. A compiled graph cannot contain a cache in host memory.
+            # A forward without a mask reads prompts into an empty cache. Each cache has only one such forward, so
+            # compiling for it does not pay. A compiled graph cannot contain a cache in host memory.
             eager = inputs.mask is None or cache.on_host
             return self._run(x, inputs, cache=cache) if eager else self._marked_and_run(x, inputs, cache)
         if not (self.recompute and self.training):

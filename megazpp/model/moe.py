@@ -52,7 +52,7 @@ class Routes(NamedTuple):
         rows: permutation that sorts this rank's N K choices by expert, and its inverse. Choice i is a choice of token
             i // K.
         received: [P, E / P] int64, number of rows that each expert of this rank receives from each ep rank.
-        sizes: function that returns the numbers of rows to exchange. It blocks until they are on the host.
+        sizes: function that returns the numbers of rows to exchange. It blocks until these numbers are on the host.
     """
 
     rows: Sorted

@@ -377,10 +377,10 @@ def update_expert_bias_(
 ) -> None:
     """Change each expert's bias so that the load of experts evens out, once per optimizer step.
 
-    The rule for an expert is bias += rate * sign(mean - count). Its count is the number of tokens that have chosen it,
-    and the mean is over the counts of the layer's experts. Counts cover all training tokens since the last call, on all
-    ranks. Counts are integers in fp64, so every layout of ranks computes the same bias. One all-reduce covers all
-    layers.
+    The rule for an expert is bias += rate * sign(mean - count). `count` is the number of tokens that have chosen this
+    expert, and `mean` is the mean count of the layer's experts. Counts cover all training tokens since the last call,
+    on all ranks. Counts are integers in fp64, so every layout of ranks computes the same bias. One all-reduce covers
+    all layers.
     Megatron-LM has the same rule, but also applies it in a step that is skipped because of an overflow.
 
     Args:
@@ -402,7 +402,7 @@ def router_metrics(model: nn.Module, sum_over_ranks_: Callable[[torch.Tensor], t
     """Return metrics of how evenly routers distributed the training tokens since the last call; {} without experts.
 
     max_expert_load: number of tokens that chose the busiest expert, divided by the mean over experts; 1 if balanced.
-        This is the maximum over layers. The other metrics are means over layers.
+        The value is the maximum over layers. The other metrics are means over layers.
     idle_experts: fraction of the experts that no token chose.
     router_entropy: mean entropy of the tokens' normalized scores in nats; at most log(number of experts).
     expert_balance: E sum_i f_i P_i over all tokens; 1 if balanced. E is the number of experts, f_i the fraction of

@@ -87,7 +87,7 @@ def global_grad_norm(
 def grad_norms(norm: GradNorm, tp: MeshAxis, shard: MeshAxis) -> dict[str, float]:
     """Return the L2 norm of each parameter's gradient by parameter name, for the log; equal on every rank.
 
-    This takes one all-reduce over each axis, and makes the host wait for the device.
+    The function runs one all-reduce over each axis, and makes the host wait for the device.
 
     Args:
         norm: result of `global_grad_norm`.

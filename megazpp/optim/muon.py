@@ -69,8 +69,8 @@ def newton_schulz(x: torch.Tensor, steps: int) -> torch.Tensor:
 def row_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which Muon communicates rows of matrices inside a node.
 
-    This is fp32 if the model computes in fp32, and otherwise bf16. fp16 is not used, because its range is too small for
-    gradients.
+    The dtype is fp32 if the model computes in fp32, and otherwise bf16. fp16 is not used, because its range is too
+    small for gradients.
     """
     return torch.float32 if compute_dtype == torch.float32 else torch.bfloat16
 

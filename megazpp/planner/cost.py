@@ -381,7 +381,7 @@ class AxisCost:
 def shares_adapters(cluster: Cluster, gigabytes_per_second: float) -> bool:
     """Return True if the ranks of a node share fast network adapters.
 
-    This is so if the node has at least 100 Gbit/s of network bandwidth, but less than 100 Gbit/s per rank.
+    The planner assumes so if the node has at least 100 Gbit/s of network bandwidth, but less than 100 Gbit/s per rank.
 
     Args:
         cluster: cluster with the number of ranks per node.

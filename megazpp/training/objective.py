@@ -42,7 +42,7 @@ class Objective(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Return further numbers about the step's loss for the log, by name, equal on all ranks.
 
-        This may wait for the device.
+        The host may have to wait for the device.
         """
 
 

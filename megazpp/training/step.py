@@ -7,9 +7,8 @@ is multiplied by the loss scale, and the gradients are divided by the loss scale
 
 By default the host does not wait between the backward and the update. The fused optimizer receives two scalars on the
 device: the divisor of the gradients, and a flag that is 1 if the loss or the norm is not finite. If the flag is 1, the
-update changes nothing. The host reads the loss and the norm of a step before the update of the next step. It reads them
-earlier, before the next step begins, if a log line, a checkpoint or an evaluation follows the step, and after the last
-step.
+update changes nothing. The host reads the loss and the norm of a step before the update of the next step. If the step
+is the last one, or if a log line, a checkpoint or an evaluation follows it, the host reads them at the end of the step.
 
 Some decisions must be made on the host: loss spikes, verification of weights, a dynamic loss scale, and skipping steps
 instead of ending the job. In these cases, and for optimizers other than AdamW and Muon, the host waits before the
@@ -132,8 +131,8 @@ class TrainStep:
         # ---- update the weights, or skip the update
         taken = not step.skipped
         # Factor by which clipping has multiplied the gradients, 0 if the update is skipped. The error feedback is the
-        # part of these gradients that quantization has lost, and the next step adds it to its own gradients. It is
-        # multiplied by the same factor, so that the next step adds only what is missing in this update.
+        # part of these gradients that quantization has lost, and the next step adds it to its own gradients. So it
+        # is multiplied by the same factor: the next step then adds only what is missing in this update.
         kept: torch.Tensor | float = 0.0
         with self._span("optimizer"):
             if taken:

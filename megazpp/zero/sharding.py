@@ -283,9 +283,9 @@ class Sharding:
     def metrics(self) -> dict[str, float]:
         """Return counters of the training steps since the last call, for the metrics of the run.
 
-        The dict is empty unless weights cross nodes as lossless deltas. Then it has the entry `weights_left_out`: the
-        number of changed weights for which messages had no room, summed over the ranks of this rank's cross axis (one
-        rank per node). The number of the last step has not reached the host yet, so the next call includes it.
+        If weights cross nodes as lossless deltas, the dict has the entry `weights_left_out`: the number of changed
+        weights for which messages had no room, summed over the ranks of this rank's cross axis (one rank per node). The
+        number of the last step has not reached the host yet, so the next call includes it. Otherwise the dict is empty.
         """
         if not self.residents:
             return {}
