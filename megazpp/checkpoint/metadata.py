@@ -186,7 +186,7 @@ SHAPE = {name: name if spec.shape is True else spec.shape for name, spec in _SPE
 SAMPLES = "samples"  # batch size, number of data ranks, and a description of the data (data/identity.py)
 IMPORTED_FROM = "imported_from"  # path of the Hugging Face folder from which the model was converted
 # Id of the padding token of a converted reward model. The score of a text is the model's output at the last token that
-# is not this one.
+# is not the padding token.
 SCORE_PAD = "score_pad"
 # Flags that determine the training samples or their order. `data_notes` compares them when a run resumes. PLACES has
 # the flags that name the data, and TEXT has the flags that change how a text is tokenized.

@@ -276,8 +276,8 @@ class Weights(StatePart):
         """Invalidate the secondary partition, which still has the weights that the run had before the load.
 
         Returns:
-            A list with a note if the checkpoint has no scalar head, so that it begins with random weights; otherwise
-            [].
+            A list with a note if the checkpoint has no scalar head, so that the model's head begins with random
+            weights; otherwise [].
         """
         self._sharding.invalidate_weights()
         if all(name in loaded for name, _ in self._model.named_parameters()):

@@ -84,7 +84,7 @@ def parse_split(split: str) -> Splits[tuple[float, float]]:
 
     Args:
         split: value of --split: up to three proportions, such as `969, 30, 1`. As in Megatron-LM, `/` separates
-            them too. Missing ones count as 0.
+            them too. Missing proportions count as 0.
     Raises:
         ValueError: `split` is not one to three numbers with `,` or `/` between them.
     """

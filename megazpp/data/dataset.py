@@ -196,9 +196,9 @@ def build_datasets(
         num_samples: number of samples that the whole run takes for training, and that one evaluation takes for
             validation and for the test.
         seed: seed for the order of the samples.
-        exact: True if the user has typed --split, so that too few tokens for validation or test are an error, as they
-            are for the data of --valid-data-path and --test-data-path. If False, the run continues without that dataset
-            and logs a note.
+        exact: True if the user has typed --split. Too few tokens for validation or test are then an error, as they
+            always are for the data of --valid-data-path and --test-data-path. If False, the run continues without the
+            validation or test dataset, and logs a note.
         log: function that prints a line. It is called before each slow operation and for each dataset.
     Returns:
         The three datasets. A dataset is None if the run takes no samples of it, or if there is no data for it.

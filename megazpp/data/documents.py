@@ -171,7 +171,7 @@ def _not_text(head: bytes) -> str | None:
     """Return the reason why a file with the first bytes `head` is not UTF-8 text; None if it may be UTF-8 text."""
     encoding = next((name for mark, name in _ENCODINGS.items() if head.startswith(mark)), None)
     # UTF-16 and UTF-32 texts have an even number of bytes. A file with an odd number of bytes is of another kind, even
-    # if it begins with their byte order mark. In fewer than 6 bytes, too little text follows the mark to tell.
+    # if it begins with a byte order mark. In fewer than 6 bytes, too little text follows the mark to tell.
     if encoding is not None and len(head) >= 6 and len(head) % 2 == 0:
         return f"it is {encoding} (iconv -f {encoding} -t UTF-8 converts it)"
     place = next((place for place, byte in enumerate(head) if byte < 8), None)

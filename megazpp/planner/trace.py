@@ -52,8 +52,8 @@ NO_RECOMPUTE: dict[str, Any] = {
     "recompute_method": None,
     "recompute_num_layers": None,
 }
-# A function that replaces float8 matrix products in a trace. Like them it saves its input and weight for backward, and
-# runs after the gather over tp and before the reduction over tp.
+# A function that replaces float8 matrix products in a trace. Like these products, it saves its input and weight for
+# backward, and runs after the gather over tp and before the reduction over tp.
 SIMULATED_FLOAT8: Product = F.linear
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # names of torch's matrix products
 # Names of operations of torch that launch no kernel

@@ -22,7 +22,7 @@ INNER_LOSS = "inner_loss"
 # replica groups, which "cross" counts too.
 NOTHING_SENT = {"tp": 0, "cross": 0, "local": 0, "replica_group": 0}
 
-# Fields of metrics.jsonl that are null if their value is unknown. All other fields are left out in this case.
+# Fields of metrics.jsonl that are null if their value is unknown. All other fields are left out if theirs is unknown.
 ALWAYS = ("grad_norm", "max_grad_norm", "peak_memory_bytes")
 
 

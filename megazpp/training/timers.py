@@ -66,7 +66,7 @@ class StepRecorder:
         # Sums of the timers' seconds over the steps since the last timer lines, and the number of these steps
         self._seconds, self._steps = defaultdict[str, float](float), 0
         self._recording: SpanRecording | None = None  # recording of the current step; None if no flag selects it
-        self._barrier_end: float | None = None  # time at which this rank left the trace's barrier; None before
+        self._barrier_end: float | None = None  # time at which this rank left the trace's barrier; None until then
 
     @contextmanager
     def step(self, iteration: int) -> Iterator[None]:

@@ -236,7 +236,7 @@ class Sharding:
 
     @contextmanager
     def keep_unsharded(self) -> Iterator[None]:
-        """Keep each parameter gathered from its first use to the end of this context, which frees all parameters.
+        """Return a context that keeps each parameter gathered from its first use on, and frees all of them at its end.
 
         An evaluation of several forwards then gathers each parameter only once. Inside the context, a rank needs memory
         for all gathered parameters.
