@@ -65,7 +65,7 @@ def _constants(dtype: torch.dtype) -> dict[str, int]:
 
 @triton.jit
 def _order(bits):
-    """Number 16-bit floats by increasing value: return an int32 for each bit pattern, sign-extended to int32."""
+    """Map 16-bit floats, sign-extended bit patterns in int32, to int32 numbers in the order of the values."""
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
