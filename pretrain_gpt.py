@@ -98,6 +98,7 @@ def main(argv: list[str]) -> int:
     parsed = parse(argv)
     if parsed.answers():
         return 0
+    check_paths(parsed)  # again, because ranks that torchrun or srun has started skip `answer_flags`
     for feature in FEATURES:
         status = feature.command(parsed)
         if status is not None:

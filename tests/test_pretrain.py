@@ -277,6 +277,7 @@ REFUSED = """
 --record-memory-history | --record-memory-history
 --load missing --exit-on-missing-checkpoint | --load missing
 --text-path missing.txt | --text-path missing.txt
+--lora-base missing | --lora-base missing does not exist
 --split 0,1,1 | --split 0,1,1: no data for training
 --text-path --valid-data-path a | --test-data-path: no data for training | without their tokenizer | --valid-data-path a
 --text-path BAD | --text-path BAD, line 1: not UTF-8
@@ -292,6 +293,8 @@ REFUSED = """
 def test_invalid_flags_are_rejected_before_anything_starts_or_is_written(main):
     """Each error takes one line: errors of parsing, of one config, between configs, of the machine, and of files."""
     Path("BAD").write_bytes(b"\xff\xfe")
+    Path("a.idx").touch()
+    Path("a.bin").touch()
     for flags, *named in table(REFUSED.replace("PLANNED", PLANNED)):
         code, out, err = main("--run-dir", "run", "--nproc", "2", *flags.split())
         assert (code, out) == (2, ""), flags
@@ -299,7 +302,7 @@ def test_invalid_flags_are_rejected_before_anything_starts_or_is_written(main):
         for words, line in zip(named, err.splitlines(), strict=True):
             assert line.startswith("pretrain_gpt.py: error: "), err
             assert words in line
-    assert os.listdir() == ["BAD"]
+    assert sorted(os.listdir()) == ["BAD", "a.bin", "a.idx"]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ begin(__name__)  # lets Ctrl-C print one line instead of a traceback, also durin
 # wait in a busy loop. If other programs use the cores, this loop takes milliseconds from the threads that it waits for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # OpenMP reads it when torch is imported
 
-from megazpp.base.flags import check_existing, flag
+from megazpp.base.flags import flag
 from megazpp.base.program import answer_flags
 from megazpp.features import FEATURES
 from megazpp.inference.config import SampleConfig, parse_checkpoint_flags
@@ -130,7 +130,6 @@ def main(argv: list[str]) -> int:
 
 def check(config: RunConfig, extra: GenerateConfig, _: CheckpointMetadata) -> None:
     """Raise a ValueError if a flag or a prompt is wrong, before the checkpoint is loaded. This leaves stdin unread."""
-    check_existing([extra])  # again, because ranks that torchrun or srun has started skip `answer_flags`
     given, file = config.section(SampleConfig).sample_prompt, extra.prompt_file
     if not given and file is None:
         return

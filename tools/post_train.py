@@ -63,7 +63,8 @@ def parse(argv: list[str]) -> ParsedRun:
 
 
 # answers --help and rejects most wrong flags before the imports below, which take seconds
-answer_flags(__name__, parse, functools.partial(check_paths, needs_load=True, pairs=False))
+check_inputs_exist = functools.partial(check_paths, needs_load=True, pairs=False)
+answer_flags(__name__, parse, check_inputs_exist)
 announce(__name__)  # says on a terminal that the program imports torch, which takes seconds
 
 from megazpp.parallel.failure import report_tracebacks
@@ -103,6 +104,7 @@ def main(argv: list[str]) -> int:
     """Post-train a model as a worker, or check the flags and start the workers. Return the exit code."""
     # ---- read the flags
     parsed = parse(argv)
+    check_inputs_exist(parsed)  # again, because ranks that torchrun or srun has started skip `answer_flags`
 
     # ---- find the checkpoint from which the run starts or resumes, and complete the flags from it
     parsed, source, earlier = find_start(parsed, restarted=int(os.environ.get(RESTART_COUNT, "0")) > 0)

@@ -29,6 +29,7 @@ from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checkpoint_flags import with_checkpoint_flags
 from megazpp.run.checks import lay_out, plan_model
 from megazpp.run.feature import weight_opener
+from megazpp.run.flag_checks import check_paths
 from megazpp.run.start import announced_cluster, facts_of, start_workers
 from megazpp.topology.cluster import Cluster
 from megazpp.training.context import Console
@@ -87,6 +88,7 @@ def run_on_checkpoint(
     Raises:
         ValueError: there is no such checkpoint, the checkpoint is of a reward model, or flags cannot be used.
     """
+    check_paths(parsed, needs_load=True)  # again, because ranks that torchrun or srun has started skip `answer_flags`
     # ---- find the checkpoint, and complete the flags from it
     features = parsed.config.features
     given = parsed.config.checkpoint
