@@ -67,7 +67,7 @@ def tell(failure: FirstFailure, place: RankInfo, error: JobError) -> None:
     if place.local_rank != 0:
         time.sleep(CLAIM_SECONDS)
     if failure.claim():
-        failure.write(f"rank {place.rank} on {failure.host}: {error}")
+        failure.write(f"rank {place.rank} on {failure.host}: {error}", error.exit_code)
         if place.local_rank != 0:
             error.show()
     failure.let_others_read(before_start=True)

@@ -47,7 +47,7 @@ import torch.distributed as dist
 
 from megazpp.base.address import Address, is_loopback, listen, parse_host, parse_port, store_address
 from megazpp.base.launcher import find_address, find_launcher
-from megazpp.base.program import EXIT_SECONDARY, LAUNCHER_PID, leave, say
+from megazpp.base.program import EXIT_ERROR, EXIT_SECONDARY, EXIT_USER_ERROR, LAUNCHER_PID, leave, say
 
 # Environment variable with the number of restarts so far; torchrun and MegaZ++'s launcher both set it.
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
@@ -177,29 +177,37 @@ class FirstFailure:
 
         None if it has occurred on this host, or if no failure is recorded yet.
         """
-        key, text = json.loads(self._store.get("text")) if self.is_known else (self._key, "")
+        key, text, _ = json.loads(self._store.get("text")) if self.is_known else (self._key, "", 0)
         return None if key == self._key else text
 
     def claim(self) -> bool:
         """Return True if this process is the first to fail. It must then print its own error, and call `write`."""
         return self._store.add("claims", 1) == 1
 
-    def write(self, text: str) -> None:
-        """Write the error of the first failure, which the other hosts print."""
-        self._store.set("text", json.dumps([self._key, text]))
+    def write(self, text: str, exit_code: int = EXIT_ERROR) -> None:
+        """Write the error of the first failure, which the other hosts print, and the exit code of its process."""
+        self._store.set("text", json.dumps([self._key, text, exit_code]))
 
-    def show_elsewhere(self) -> None:
+    def show_elsewhere(self) -> int:
         """On the first rank of each host where the failure did not occur, print the record as the reason to end.
 
         Workers of MegaZ++'s launcher print nothing, because the launchers of the other hosts print the record.
+
+        Returns:
+            The exit code with which this rank must end, EXIT_SECONDARY. If the failure is an error in the user's flags
+            or files, the code is EXIT_USER_ERROR: srun returns the highest code of all ranks, and a script that calls
+            it must not try again. MegaZ++'s launcher always gets EXIT_SECONDARY, by which it finds the failed rank.
         """
         text: str | None = f"the connection to rank 0's host ({store_address()}) was lost"
+        code = EXIT_ERROR
         # An error means that the process with the store has ended, or that the link to it is down.
         with contextlib.suppress(Exception):
             if wait_until(lambda: self.is_known, 2 * CLAIM_SECONDS):
                 text = self.elsewhere
+                code = json.loads(self._store.get("text"))[2]
         if text is not None and self._place.local_rank == 0 and LAUNCHER_PID not in os.environ:
             say(f"\nrank {self._place.rank} on {self.host} ends: {text}")
+        return EXIT_USER_ERROR if code == EXIT_USER_ERROR and LAUNCHER_PID not in os.environ else EXIT_SECONDARY
 
     @contextlib.contextmanager
     def ends_this_rank(self) -> Iterator[None]:
@@ -214,9 +222,9 @@ class FirstFailure:
             with contextlib.suppress(dist.DistError):  # the store's process has ended; the watchdog ends this rank
                 while not over.wait(CLAIM_SECONDS / 2):
                     if self.is_known:
-                        self.show_elsewhere()
+                        code = self.show_elsewhere()
                         self.let_others_read()
-                        leave(EXIT_SECONDARY)
+                        leave(code)
 
         threading.Thread(target=watch, name="megazpp-first-failure", daemon=True).start()
         try:

@@ -48,7 +48,7 @@ import torch.distributed as dist
 
 from megazpp.base.address import store_address
 from megazpp.base.files import cause
-from megazpp.base.program import EXIT_HANG, EXIT_SECONDARY, leave, say
+from megazpp.base.program import EXIT_HANG, leave, say
 from megazpp.parallel.config import LaunchConfig
 from megazpp.parallel.dims import ParallelDims
 from megazpp.parallel.store import FirstFailure, RankInfo, store_of, wait_until
@@ -198,8 +198,7 @@ class Watchdog:
         if not raised_it:
             # The rank that raised the alarm collects answers for up to ANSWER_SECONDS before it writes the report.
             wait_until(lambda: self._failure.is_known, 2 * ANSWER_SECONDS)
-            self._failure.show_elsewhere()
-            leave(EXIT_SECONDARY)
+            leave(self._failure.show_elsewhere())
         first = self._failure.claim()  # ranks whose collectives break from now on exit silently
         keys = [STATE.format(r) for r in range(self._place.world_size)]
         wait_until(lambda: store.check(keys), ANSWER_SECONDS)

@@ -42,7 +42,6 @@ from megazpp.base.program import (
     BEGAN,
     EXIT_ERROR,
     EXIT_READER_GONE,
-    EXIT_SECONDARY,
     EXIT_USER_ERROR,
     LAUNCHER_PID,
     REMEDIES,
@@ -228,12 +227,12 @@ def _report_once(error: BaseException, place: RankInfo, failure: FirstFailure) -
     except Exception:
         first = place.rank == 0 and is_on_one_machine(place)
     if not first:
-        failure.show_elsewhere()
-        return EXIT_SECONDARY
+        return failure.show_elsewhere()
     text = str(error).strip() or type(error).__name__
     brief = text if isinstance(error, JobError) else text.splitlines()[0]
     with contextlib.suppress(Exception):  # ignore a store that does not answer, because the process with it has ended
-        failure.write(f"rank {place.rank} on {failure.host}: {brief}")
+        code = error.exit_code if isinstance(error, JobError) else EXIT_ERROR
+        failure.write(f"rank {place.rank} on {failure.host}: {brief}", code)
     if isinstance(error, JobError):
         error.show()
         return error.exit_code

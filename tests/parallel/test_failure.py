@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megazpp.base.address import Address, listen
 from megazpp.base.launcher import LOOPBACK
-from megazpp.base.program import EXIT_SECONDARY, LAUNCHER_PID, JobError, UserError
+from megazpp.base.program import EXIT_SECONDARY, EXIT_USER_ERROR, LAUNCHER_PID, JobError, UserError
 from megazpp.parallel import failure, worker
 from megazpp.parallel.agreement import call_roll
 from megazpp.parallel.failure import tell
@@ -40,11 +40,14 @@ def answer(facts: dict[str, str], store: dist.Store, place: RankInfo, host: str)
     failure = FirstFailure(store, place, host=host)
     try:
         call_roll(store, place, facts, failure)
-    except JobError as error:
-        worker._report_once(error, place, failure)
-        failure.let_others_read()
-        return str(error)
-    return None
+    except JobError as raised:
+        error = raised
+    else:
+        return None
+    # All ranks end with the code of a wrong flag, by which scripts do not start the job again.
+    assert worker._report_once(error, place, failure) == EXIT_USER_ERROR
+    failure.let_others_read()
+    return str(error)
 
 
 def fail(text: str, store: dist.Store, place: RankInfo, host: str) -> None:
