@@ -98,10 +98,8 @@ def raise_on_all_ranks(axis: MeshAxis, work: Callable[[], T]) -> T:
     failure: tuple[type[ValueError], str] | None = None
     try:
         result = work()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         failure = DamagedError if isinstance(error, DamagedError) else ValueError, in_words(error)
-    except OSError as error:
-        failure = ValueError, f"rank {axis.rank}: {in_words(error)}"
     found = axis.share_object(axis.gather_objects((socket.gethostname(), failure)))
     failures = [(host, *failed) for host, failed in found if failed is not None]
     if failures:

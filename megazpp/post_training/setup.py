@@ -343,8 +343,8 @@ def _completed(parsed: ParsedRun, source: LoadSource, earlier: CheckpointMetadat
             )
         if lora.lora_r is not None:
             raise ValueError(
-                f"--ref-load {post.ref_load}: with --lora-r the reference is the base model without adapters, which "
-                "--load names; leave --ref-load out"
+                f"--ref-load {post.ref_load}: with --lora-r the reference is the model of --load, with the adapters of "
+                "--lora-load; leave --ref-load out"
             )
         # The iteration in `free` belongs to another folder. The default for the folder of --ref-load is the latest.
         free.pop("ref_ckpt_step")

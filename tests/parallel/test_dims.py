@@ -1,6 +1,7 @@
 """Test the process groups of mesh axes: a group has the rank order of its axis, and any order trains alike."""
 
 import dataclasses
+import functools
 import itertools
 from datetime import timedelta
 from unittest import mock
@@ -28,14 +29,15 @@ def fail_on_one_host() -> None:
     cluster = Cluster(num_nodes=2, ranks_per_node=1)
     axis = open_axis(ParallelDims(plan_dims(ParallelConfig(), cluster, zero_stage=3), device_type="cpu"))
 
-    def fail(*, everywhere: bool) -> None:
+    def fail(kind: type[Exception], *, everywhere: bool) -> None:
         if rank == 1 or everywhere:
-            raise ValueError("--save s cannot be written to")
+            raise kind("--save s cannot be written to")
 
     with mock.patch("socket.gethostname", return_value="ab"[rank]):
-        for everywhere, end in ((False, r" \(on b\)$"), (True, "$")):
-            with pytest.raises(ValueError, match=f"^--save s cannot be written to{end}"):
-                raise_on_all_ranks(axis, lambda everywhere=everywhere: fail(everywhere=everywhere))
+        for kind in (ValueError, OSError):
+            for everywhere, end in ((False, r" \(on b\)$"), (True, "$")):
+                with pytest.raises(ValueError, match=f"^--save s cannot be written to{end}"):
+                    raise_on_all_ranks(axis, functools.partial(fail, kind, everywhere=everywhere))
 
 
 def test_error_of_one_host_names_this_host_on_all_ranks():
