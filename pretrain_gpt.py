@@ -93,7 +93,11 @@ from megazpp.training.setup import build_model, open_loader
 
 @distributed_program
 def main(argv: list[str]) -> int:
-    """Pretrain a model as a worker, or check flags and files and start the workers; return the exit code."""
+    """Pretrain a model, and return the exit code.
+
+    A worker process trains. Any other process checks flags and files, and starts the workers. With a flag like --plan,
+    the process prints the answer instead.
+    """
     # ---- parse the flags, and run commands that replace training, such as --plan
     parsed = parse(argv)
     if parsed.answers():

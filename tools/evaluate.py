@@ -122,7 +122,10 @@ def check(config: RunConfig, extra: EvaluateConfig, record: CheckpointMetadata) 
 
 @user_errors()  # most errors are about the data that the user names
 def run(loaded: Loaded) -> None:
-    """Compute the loaded model's loss on the data, and print perplexity and bits per byte on rank 0."""
+    """Compute the loaded model's loss, and print it with perplexity and bits per byte on rank 0.
+
+    The data are the text of --input, or without it the validation and test samples of the training.
+    """
     config, path = loaded.config, loaded.extra.input
     if path is None:
         scores = score_held_out(loaded)
@@ -143,7 +146,11 @@ def score_held_out(loaded: Loaded) -> dict[str, Score]:
     """Score the validation and test samples of the training.
 
     Returns:
-        The scores, by the suffix for their output: "" for validation, " on test set" for test.
+        The scores, by the suffix for their output: "" for validation, " on test set" for test. A split without data
+        has no score.
+
+    Raises:
+        ValueError: neither split has data.
     """
     config, dims, tokenizer = loaded.config, loaded.dims, loaded.tokenizer
     plan = plan_batches(config.batches, data_parallel_size=dims.data_size)

@@ -85,7 +85,11 @@ class GenerateConfig(ChatConfig):
 
 
 def parse(argv: list[str]) -> ParsedRun:
-    """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later."""
+    """Return the flags of the command line. Flags that the user leaves out are read from the checkpoint later.
+
+    Raises:
+        ValueError: a flag is wrong, or --sample-prompt and --prompt-file are both given.
+    """
     common, defaults = [field.name for field in dataclasses.fields(SampleConfig)], {"sample_tokens": DEFAULT_TOKENS}
     options: dict[str, Any] = {"description": __doc__, "features": FEATURES, "common": common, "defaults": defaults}
     parsed = parse_checkpoint_flags(argv, GenerateConfig, file=__file__, **options)
@@ -183,7 +187,11 @@ class Starts:
         return check_start(Start(ids, shown), longest, name, advice="--truncate-prompt removes its beginning")
 
     def _start(self, prompt: GivenPrompt) -> Start:
-        """Return the untruncated token IDs of a prompt, rendered with the chat template if --chat is given."""
+        """Return the untruncated token IDs of a prompt, rendered with the chat template if --chat is given.
+
+        Raises:
+            ValueError: the prompt is a conversation without --chat, or the template cannot render it.
+        """
         if self._template is None and isinstance(prompt, str):
             return start_of(prompt, self._tokenizer)
         given = {"prompt": prompt} if isinstance(prompt, str) else prompt
@@ -198,7 +206,11 @@ class Starts:
 
 
 def run(loaded: Loaded) -> None:
-    """Continue all prompts with the loaded model, batch by batch. Rank 0 reads the prompts and prints the texts."""
+    """Continue all prompts with the loaded model, batch by batch. Rank 0 reads the prompts and prints the texts.
+
+    Raises:
+        UserError: a prompt cannot be read or continued, or stdin has no prompt.
+    """
     # Read the settings, and on rank 0 create the iterator of batches of prompts.
     config, world, extra, longest = loaded.config, loaded.dims.world, loaded.extra, loaded.config.data.seq_length
     assert longest is not None
@@ -250,11 +262,14 @@ def read_prompts(given: Sequence[str], file: str | None, size: int) -> Iterator[
 
     Args:
         given: prompts of --prompt, which may be empty texts. If there are any, nothing else is read.
-        file: path of the file with prompts; None reads stdin. On a terminal each line is a batch, so that it is
-            answered immediately.
-        size: number of prompts per batch.
+        file: path of the file with prompts. The suffix decides the format: one JSON object or prompt (.json), one JSON
+            object per line (.jsonl), or else one prompt per line. None reads lines from stdin. On a terminal each line
+            is a batch, so that it is answered immediately.
+        size: largest number of prompts per batch.
     Raises:
-        ValueError: the file or stdin is not UTF-8, or the file is not JSON although its name says so.
+        OSError: the file cannot be read, except for a .jsonl file.
+        ValueError: the file or stdin is not UTF-8, the file is not JSON although its name says so, or a .jsonl file
+            cannot be read.
     """
     if given:
         yield from _batches(given, size)

@@ -92,7 +92,9 @@ def _shape(logits: Tensor, settings: RouterSettings) -> dict[str, int]:
 
 @triton.jit
 def _load(logits, tokens, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Load the logits [BLOCK, EXPERTS] of this program's tokens, with -inf for experts beyond `num_experts`.
+    """Load the logits [BLOCK, EXPERTS] of this program's BLOCK tokens from `logits`, [tokens, num_experts] in memory.
+
+    Experts beyond `num_experts` get -inf. For tokens beyond `tokens`, all other logits are 0.
 
     Returns:
         The logits; the numbers of the tokens [BLOCK] and of the experts [EXPERTS]; the mask of logits that exist; and

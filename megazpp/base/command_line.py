@@ -272,6 +272,10 @@ def _expand(word: Word, folders: Sequence[Path], chain: tuple[Path, ...]) -> Ite
         word: the word with its origin.
         folders: folders in which a relative path is searched, in this order.
         chain: flag files that include this word, the outermost first, to detect a circle.
+
+    Raises:
+        ValueError: a flag file is missing, cannot be read, has an unclosed quote, includes itself, or has a path with
+            characters that the locale's encoding lacks.
     """
     text, origin = word
     if not text.startswith("@") or text == "@":
@@ -478,6 +482,9 @@ def _one_value(parts: Sequence[Any], optional: bool, metavar: str | None, *, is_
         optional: True if the value may be None.
         metavar: name of the value in --help; None selects a name by type.
         is_path: True if the value must be a path (`checked_path`).
+
+    Raises:
+        TypeError: `parts` has several classes.
     """
     words = {str(word): word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part)}
     types_ = [part for part in parts if typing.get_origin(part) is not Literal and part is not types.NoneType]

@@ -306,7 +306,8 @@ def lock_for_this_job(
         path: lock file; it is created if it does not exist, and never deleted (see `locked`).
         name: flag and path of the folder that the lock protects, for the error message.
         patience_seconds: seconds to wait for another job that holds the lock and may be about to end.
-        say: function that prints a line if the wait is longer than LOCK_SECONDS; None to print nothing.
+        say: function that prints a line about the wait, once, after LOCK_SECONDS. The default `patience_seconds` ends
+            the wait before this. None to print nothing.
 
     Raises:
         OSError: the file cannot be opened, or the file system does not support locks.

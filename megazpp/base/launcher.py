@@ -210,7 +210,12 @@ def _several(names: _Names, env: Mapping[str, str]) -> Launched | None:
 
 
 def _read(names: _Names, env: Mapping[str, str]) -> Launched:
-    """Return this process's rank from a launcher's variables. The variables with rank and size must be set."""
+    """Return this process's rank from a launcher's variables.
+
+    Raises:
+        ValueError: the variable with the rank or the size is not set, a variable is not a number, or the rank is not
+            below the size.
+    """
     rank, world_size = env_number(names.rank, env), env_number(names.size, env, least=1)
     if rank >= world_size:
         raise ValueError(

@@ -98,7 +98,7 @@ class CheckpointFolder:
         return self.path / f"iter_{iteration:07d}.partial"
 
     def iterations(self) -> list[int]:
-        """Return the iterations with a complete checkpoint in this folder, in ascending order."""
+        """Return the iterations with a complete checkpoint, in ascending order; [] if the folder does not exist."""
         if not self.path.is_dir():
             return []
         found = (iteration_of(entry) for entry in self.path.iterdir() if entry.is_dir())

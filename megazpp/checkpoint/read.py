@@ -75,15 +75,16 @@ class LoadSource(NamedTuple):
     was_empty: bool = False
 
     def candidates(self) -> list[int]:
-        """Return the iterations of the checkpoints to try, in this order. The requested checkpoint comes first.
+        """Return the iterations of the checkpoints to try, in this order; [] if the folder has no checkpoint.
 
-        With --load-fallback, all earlier iterations follow, the newest first. If the folder has no checkpoint, the list
-        is empty.
+        The first is `iteration`, or without it the latest checkpoint. With --load-fallback, all earlier ones follow,
+        the newest first. They also replace a latest checkpoint that is missing.
 
         Raises:
-            DamagedError: the checkpoint that the tracker file names is missing, and --load-fallback is not set.
-            ValueError: the folder has no checkpoint of --ckpt-step, or it is a single checkpoint instead of a folder
-                of checkpoints.
+            DamagedError: the tracker file is damaged or names a missing checkpoint, and --load-fallback is not set or
+                finds no other checkpoint.
+            ValueError: the folder has no checkpoint of `iteration`, or the path is a file or a single checkpoint
+                instead of a folder of checkpoints.
         """
         # ---- find the requested iteration
         self.folder.check_not_inside()
@@ -306,7 +307,11 @@ def verify(source: LoadSource | None, axis: MeshAxis, say: Callable[[str], None]
         return None
 
     def check(iteration: int) -> tuple[int, CheckpointMetadata]:
-        """Verify the files of an iteration's checkpoint on all ranks; return their total bytes and its metadata."""
+        """Verify the files of an iteration's checkpoint on all ranks; return their total bytes and its metadata.
+
+        Raises:
+            DamagedError: files are missing or have changed, or two hosts have files of different saves.
+        """
         path = folder.of(iteration)
         size = raise_on_all_ranks(axis, lambda: verify_files(path, rank=axis.rank, num_ranks=axis.size))
         digests = axis.share_object(axis.gather_objects((socket.gethostname(), checkpoint_digest(path))))
@@ -450,6 +455,9 @@ class CheckpointReader:
         Returns:
             A list with a note for the log about each kind of values that the checkpoint does not have, and that the run
             therefore starts from scratch.
+        Raises:
+            DamagedError: the weights have other names or shapes than the model's, or the optimizer's values in the
+                metadata are damaged.
         """
         # ---- open the checkpoint, and compare names and shapes of its weights with the model's
         parts, weights = {"optimizer": source.optimizer, "rng": source.rng}, self._state.weights()

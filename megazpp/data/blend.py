@@ -172,7 +172,11 @@ class BlendedDataset:
         return len(self._chosen)
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of sample `index` of the blend: [seq_length + 1] int64."""
+        """Return the token ids of sample `index` of the blend: [seq_length + 1] int64.
+
+        Raises:
+            IndexError: `index` is negative, or not below the number of samples.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blended dataset is not one of its {len(self)} samples")
         return self.datasets[self._chosen[index]][int(self._numbers[index])]

@@ -298,7 +298,10 @@ def _parsed(block: Block, read: Callable[[object], T]) -> Iterator[tuple[int, T]
 
 
 def stop_or_skip(bad: BadLine, on_error: Literal["stop", "skip"], log: Callable[[str], None]) -> None:
-    """Raise ValueError for a malformed line if --on-error is "stop"; log that the line is skipped if it is "skip"."""
+    """Raise ValueError for a malformed document if --on-error is "stop"; with "skip", log that it is skipped.
+
+    In a plain text file the document is the whole file. In other files it is a line or a row.
+    """
     if on_error == "stop":
         unit = "files" if kind_of(bad.path) == "text" else "lines"  # a plain text file is a single document
         raise ValueError(f"{bad} (--on-error skip skips such {unit})")

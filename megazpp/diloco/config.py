@@ -1,7 +1,7 @@
 """The flags of DiLoCo, and `DilocoPlan`: these flags with all defaults resolved for a run.
 
-In DiLoCo, replica groups train with local steps and synchronize their weights from time to time. A replica group is one
-or several nodes with their own copy of the model.
+In DiLoCo, replica groups train with local steps, and synchronize their weights every --diloco-steps steps. A replica
+group is one or several nodes with their own copy of the model.
 """
 
 from __future__ import annotations

@@ -113,6 +113,9 @@ class ReplicaGroupState(StatePart):
     def accept(self, loaded: Tensors, iteration: int) -> list[str]:
         """Restore this replica group's state from the loaded tensors, and return lines for the log.
 
+        If the checkpoint has another number of groups, nothing is restored. If it has other fragments, only the loss
+        scale and losses are restored. In both cases the groups start at the outer weights, and a line says so.
+
         Args:
             loaded: loaded tensors by key.
             iteration: iteration of the checkpoint.

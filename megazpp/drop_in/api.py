@@ -370,6 +370,9 @@ def _ranks_per_node(given: int | None) -> int | None:
         given: argument of `zeropp`, which has priority over the environment variable.
     Returns:
         The number of ranks per node, or None if neither is set.
+    Raises:
+        TypeError: the argument is not an integer.
+        ValueError: the environment variable is used, and is not an integer.
     """
     if given is not None and not isinstance(given, int):
         raise TypeError(f"ranks_per_node is {given!r}, a {type(given).__name__}: pass a whole number such as 8")

@@ -41,7 +41,13 @@ def _make_callback(arguments: Mapping[str, Any]) -> Any:
         sharding: Handle | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            """Install ZeRO++ in the wrapped model; the Trainer calls this before the first step."""
+            """Install ZeRO++ in the wrapped model; the Trainer calls this before the first step.
+
+            If the Trainer resumes from a checkpoint, the state of ZeRO++ is loaded from there as well.
+
+            Raises:
+                TypeError: the model is not wrapped with FSDP2.
+            """
             model: nn.Module = given["model"]
             if not isinstance(model, FSDPModule):
                 raise TypeError(

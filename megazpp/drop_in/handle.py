@@ -250,7 +250,11 @@ def _live_handles() -> weakref.WeakSet[Handle]:
     live = weakref.WeakSet[Handle]()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Call `before_optimizer_step` of all live handles; torch calls this hook before each optimizer step."""
+        """Call `before_optimizer_step` of all live handles; torch calls this hook before each optimizer step.
+
+        Raises:
+            RuntimeError: the optimizer holds a parameter that `zeropp` has replaced.
+        """
         for handle in list(live):
             if handle.replaced is not None:
                 handle.replaced.refuse(optimizer)

@@ -130,7 +130,11 @@ class ProgramReduce(SummingReduce):
     def post_backward(self, *given: Any) -> None:
         """Reduce the unit's gradients after its backward, by calling FSDP2's own function of this name.
 
-        FSDP2 calls this method instead; see `SummingReduce.post_backward`.
+        FSDP2 calls this method instead; see `SummingReduce.post_backward`. If the unit reduces no gradients in this
+        backward, only FSDP2's function runs.
+
+        Raises:
+            RuntimeError: the method is called outside of a backward.
         """
         if not in_backward():
             raise RuntimeError(

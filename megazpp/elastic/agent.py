@@ -252,7 +252,12 @@ class Agent:
                 time.sleep(RETRY_SECONDS)
 
     def _keep_connection(self) -> None:
-        """Receive states of the run from the coordinator, and connect again when the connection is lost."""
+        """Receive states of the run from the coordinator, and connect again when the connection is lost.
+
+        Raises:
+            OutError: the coordinator has removed this group, has refused it for good, or still refuses it after
+                3 * HEARTBEAT_SECONDS.
+        """
         # Until this time, a refusal that may pass is followed by another attempt. The coordinator refuses the name of a
         # group whose earlier job has died, until it has removed that job.
         refused_until, lost = time.monotonic() + 3 * HEARTBEAT_SECONDS, False
@@ -362,6 +367,7 @@ class Agent:
     def _fetch_entry(self, entry: Record) -> None:
         """Fetch this rank's message of a contribution: ask the group that made it first, then all other groups in turn.
 
+        If no group gives a valid message, return after RETRY_SECONDS; `_keep_fetching` then starts another attempt.
         `entry` describes the contribution, as the coordinator's state lists it.
         """
         assert self.state is not None

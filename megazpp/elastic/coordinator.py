@@ -250,7 +250,11 @@ class Coordinator:
         channel.close()
 
     def _serve(self, channel: Channel) -> None:
-        """Register the rank at the other end of `channel`, and receive its reports until the connection ends."""
+        """Register the rank at the other end of `channel`, and receive its reports until the connection ends.
+
+        Return early if the rank is refused, after a message with the reason, or if its group's job was started again.
+        A rank that sends no report for HEARTBEAT_SECONDS is disconnected.
+        """
         hello = channel.receive()
         name, rank, incarnation = hello["group"], hello["rank"], hello["incarnation"]
         try:

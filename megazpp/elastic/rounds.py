@@ -375,7 +375,10 @@ class Rounds:
             group.deadline, group.since, group.moved = self._hold_until, now, (group.moved[0], now)
 
     def report(self, name: str, rank: int, report: Record, now: float) -> None:
-        """Store a rank's report, which replaces the rank's earlier reports; see `Agent._report` for its content."""
+        """Store a rank's report, which replaces the rank's earlier reports; see `Agent._report` for its content.
+
+        If the report shows another outer state than an earlier report of the same version, the group is removed.
+        """
         group = self.groups[name]
         group.reports[rank] = report
         if report["leaves"]:
@@ -392,7 +395,11 @@ class Rounds:
                 )
 
     def tick(self, now: float) -> None:
-        """Make all decisions that are due at the time `now`: about groups, leases of samples, rounds and commits."""
+        """Make all decisions that are due at the time `now`: about groups, leases of samples, rounds and commits.
+
+        No decision is due before the first group has connected. After a restart or a suspension, only lost groups are
+        removed until all members have connected again, or until the time that `wake` has set.
+        """
         if self.facts is None:
             return
         self._end_lost_groups(now)
@@ -417,7 +424,7 @@ class Rounds:
     # ---- decisions of `tick` ----------------------------------------------------------------------------------------
 
     def _end_lost_groups(self, now: float) -> None:
-        """Remove from the run each group that has lost a rank, or that takes no steps for its samples."""
+        """Remove from the run each group that lacks a rank after its deadline, or takes no steps for its samples."""
         for name, group in self.groups.items():
             if group.status == "out":
                 continue
@@ -546,7 +553,8 @@ class Rounds:
 
         A contribution has arrived when another group has fetched it. A round waits for the contributions of all groups
         that train, and until all live groups have fetched them. Once a quorum of groups has each contributed at least
-        the fraction WHOLE of an interval, or all groups have contributed, the round waits only during the grace.
+        the fraction WHOLE of an interval, or all groups have contributed, the round waits only during the grace. In the
+        last commits of the run (`closing`), contributions of any size count for the quorum.
 
         The commit then merges the arrived contributions that one live group has: the group that has most of them. If
         any other group dies, the new version can still be computed from the messages of this group.
@@ -637,7 +645,11 @@ class Rounds:
         self.news.records.append(record)
 
     def _apply(self, record: Record) -> None:
-        """Apply a record to the state of the elastic run: a new record, or after a restart one from the journal."""
+        """Apply a record to the state of the elastic run: a new record, or after a restart one from the journal.
+
+        Raises:
+            ValueError: the record is of an unknown kind, because another version of MegaZ++ has written the journal.
+        """
         match record:
             case {"run": facts, "rules": rules}:
                 # After the first commit, only the steps that a larger --train-iters adds to each column become free.

@@ -269,7 +269,7 @@ class AuthenticatedListener:
     def _run(self, sock: socket.socket, peer: str) -> None:
         """Let the peer prove that it knows the secret, call `serve` with its channel, and close the connection.
 
-        This is the body of a connection's thread.
+        If the proof fails or a message is malformed, `refused` gets a line. This is the body of a connection's thread.
 
         Args:
             sock: socket of the accepted connection.

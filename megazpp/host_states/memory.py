@@ -100,7 +100,8 @@ class HostMemory(DeviceStates):
     def connect(self, units: Sequence[HostedUnit], context: CommContext, dims: ParallelDims) -> None:
         """Store the facts about the sharded model that the copies between host and device need.
 
-        They are the units' states, dtypes, timeline and traffic counter. `shard_model` calls this method; see
+        These are the units' states, the dtypes of compute and of partial sums, the number of partial sums, whether
+        updates overlap on a CPU, the timeline, and the traffic counter. `shard_model` calls this method; see
         `DeviceStates.connect` for the arguments.
         """
         wire, zero = context.plan, context.zero
@@ -170,6 +171,9 @@ class HostMemory(DeviceStates):
 
         On CUDA this function registers ordinary memory, because torch's allocator of pinned memory would round each
         size up to a power of two.
+
+        Raises:
+            OSError: CUDA cannot register the memory.
         """
         if self.device.type != "cuda":
             return [torch.zeros(size, dtype=dtype, device="cpu") for _ in range(count)]

@@ -98,9 +98,10 @@ class HostedSum(HostedReduce):
         self._queue = context.shard_queue if context.shard.queue.blocks_host else context.shard.queue
 
     def post_backward(self, *given: Any) -> None:
-        """Let FSDP2 convert and accumulate the unit's gradients, and start to move them to host memory.
+        """Let FSDP2 convert and accumulate the unit's gradients, and then start to move them to host memory.
 
-        FSDP2 calls this method after the unit's backward, see `SummingReduce.post_backward`.
+        FSDP2 converts them to the reduction dtype. If there are no gradients, nothing is moved. FSDP2 calls this method
+        after the unit's backward, see `SummingReduce.post_backward`.
         """
         with self.unit.without_reduction():
             self._fsdp2_post_backward(*given)

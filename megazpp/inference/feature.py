@@ -42,7 +42,10 @@ class SampleAtEnd(Feature):
         starts = [check_start(start, longest, "--sample-prompt") for start in begun]
 
         def write_sample(weights: Callable[[], AbstractContextManager[None]], iteration: int) -> None:
-            """Generate the texts, and write them to the log and the run folder; see `Attached.finish` for arguments."""
+            """Continue the prompts of --sample-prompt, and write the texts to the log and to completions.jsonl.
+
+            If a stop signal has arrived, the texts are left out. See `Attached.finish` for the arguments.
+            """
             with weights():
                 texts, _ = continue_texts(
                     *parts.built,

@@ -162,7 +162,8 @@ def score_whole(
         num_workers=data.num_workers,
     ) as loader:
         evaluator = Evaluator(*built, loader, dims, iterations=-(-len(text) // batch_size), batch_size=batch_size)
-        loss = evaluator()  # run this before `count_labels`, because the loader checks the token ids
+        # Run this before `count_labels`: only the loader raises an error for wrong token ids, `count_labels` does not.
+        loss = evaluator()
     # ---- count the bytes of the text, for bits per byte
     tokens, text_bytes, left_out_bytes = count_labels(text, len(text), tokenizer, data, dims)
     if files is not None:  # count the bytes of the files, because a tokenizer may lose some of their text

@@ -6,7 +6,7 @@ of query heads in each group. backends.py chooses the attention kernel.
 
 One matrix projects to queries, keys and values. Its rows are ordered [group, (Q queries, key, value), D], so that a
 tensor-parallel slice of the rows consists of complete groups. With context parallelism (Ulysses) each rank holds S/C
-tokens of the residual stream; inside attention it holds all S tokens of heads/C heads.
+tokens of the residual stream. Inside attention it holds all S tokens of 1/C of this tensor-parallel rank's heads.
 
 Masked attention never uses cuDNN, because its backward can return NaN in the gradients of the queries
 (https://github.com/pytorch/pytorch/issues/196678; torch 2.11 to 2.13 on H100 and H200).

@@ -267,7 +267,10 @@ class GPTConfig(Config):
         )
 
     def _check_rotary(self) -> None:
-        """Raise ValueError for conflicting flags of rotary embeddings, and for a wrong number of rotated channels."""
+        """Raise ValueError for conflicting flags of rotary embeddings, and for a wrong number of rotated channels.
+
+        The number is not checked as long as the model's sizes are unknown.
+        """
         # ---- check that at most one of the flags that scale rotary frequencies is set
         kinds = {
             "--use-rope-scaling": self.use_rope_scaling,

@@ -285,16 +285,16 @@ class Orthogonalizer:
         return torch.cat([piece for source in back for piece in source])
 
     def _gathered(self, updates: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Gather the updates of this rank's peers on all nodes in 8-bit blocks, for a full step of Muon.
+        """Gather the updates of this rank and its peers on all nodes, for a full step of Muon (`is_full`).
 
-        A peer is the rank with the same local and tensor-parallel index on another node. This rank's own shard is
-        quantized too, so that all nodes orthogonalize equal rows.
+        A peer is the rank with the same local and tensor-parallel index on another node. The updates cross nodes in
+        8-bit blocks. This rank's own shard is quantized too, so that all nodes orthogonalize equal rows.
 
         Args:
             updates: for each parameter, this rank's fp32 shard of the momentum-updated gradient.
 
         Returns:
-            For each parameter a list with one shard per node, [rows of that node's peer, columns].
+            For each parameter a list with one shard per node, [rows of that node's rank, columns] in `self._dtype`.
         """
         # ---- pack this rank's shards into one message, and gather the messages of all nodes
         device, nodes, local = updates[0].device, self._cross.size, self._node.rank // self._layout.tp

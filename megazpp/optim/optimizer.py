@@ -57,7 +57,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def _update_(
         self, group: dict[str, Any], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, iteration: int
     ) -> None:
-        """Update the parameters of one parameter group by AdamW; see `step` for the other arguments."""
+        """Update one group's parameters that have a gradient by AdamW; see `step` for the other arguments."""
         # ---- create the state of each parameter at its first update
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in trained:

@@ -219,7 +219,8 @@ class ParallelDims:
             return getattr(self._dense, axis)
         rank = dist.get_rank()
         ranks = self.layout.axis_ranks(axis, rank)
-        # The layout has ep in place of tp (`Layout.for_experts`). But ep's traffic counts as intra-node, not as tp.
+        # In the layout of experts, the axis ep has the name tp (`Layout.for_experts`). So `Layout.wire` would count
+        # ep's traffic as tensor-parallel; here it is counted as intra-node ("local").
         return self._axis_class(
             name,
             ranks=ranks,

@@ -80,7 +80,11 @@ def report_tracebacks() -> None:
     """
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print the traceback of an uncaught exception as Python does, and tell the other hosts."""
+        """Print the traceback of an uncaught exception as Python does, and tell the other hosts.
+
+        A worker of MegaZ++'s launcher tells no other host, because the launcher notices its end. Nor does a process
+        that the user has interrupted.
+        """
         sys.__excepthook__(kind, error, trace)
         if LAUNCHER_PID in os.environ or not issubclass(kind, Exception):
             return  # MegaZ++'s launcher notices the end of this process itself; an interrupt by the user is no failure

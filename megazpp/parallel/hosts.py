@@ -84,7 +84,8 @@ class Hosts:
         self._until = math.inf  # time, on the monotonic clock, after which the thread stops trying to reach the store
         # `end` sets `_leaving` to ask the launcher's thread to leave the job. The thread sets `_done` when it ends
         self._leaving, self._done = threading.Event(), threading.Event()
-        self._mistake: ValueError | None = None  # error in this host's flags, found by the launcher's thread
+        # Error in this host's flags, found by the thread that uses the store. `gather` raises it; None without an error
+        self._mistake: ValueError | None = None
         # Only node 0 uses the next three attributes. `_others`: name and IP address of each other host by --node-rank.
         # `_seen`: node ranks of the hosts whose connection to the store node 0 has seen since all hosts have joined.
         # `_killed`: node ranks in `_seen` of the hosts that have lost all connections, because their processes were
@@ -319,6 +320,9 @@ class Hosts:
 
     def _join(self, store: dist.Store, failure: FirstFailure) -> None:
         """Claim this host's --node-rank in the store, and compare --nnodes and --nproc with host 0's.
+
+        This host does not join if these flags differ, which sets `_mistake`, or if another host has failed before host
+        0 has joined.
 
         Raises:
             ValueError: another host already has this --node-rank. The other hosts keep waiting, so that this host can

@@ -41,7 +41,11 @@ class Planner(Feature):
         return Estimator(cluster, device_type=device_type).choose_weight_delta(config, gigabytes=gigabytes)
 
     def command(self, parsed: ParsedRun) -> int | None:
-        """Print the report of estimates and return exit status 0 if --plan is set; otherwise return None, to train."""
+        """Print the report of estimates and return exit status 0 if --plan is set; otherwise return None, to train.
+
+        Raises:
+            ValueError: --plan-expert-load is given, but the model has no experts.
+        """
         flags = parsed.config.section(PlanConfig)
         if not flags.plan:
             return None

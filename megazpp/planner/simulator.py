@@ -482,6 +482,8 @@ class SimulatedUnit(Unit):
     def connect(self, context: CommContext) -> None:
         """Create the unit's gather and reduction as in training, and compute the bytes of their buffers.
 
+        A unit without trained parameters gets none.
+
         Args:
             context: axes, wire formats and codecs of the run's gathers and reductions.
         """

@@ -608,7 +608,7 @@ class StepSimulator:
         """Simulate FSDP2's `wait_for_unshard`: wait for a unit's gather, and copy its parameters out of the buffer.
 
         In forward, the gather of the unit after the next one waits for this copy. In backward, the gather of the next
-        unit waits for this copy.
+        unit waits for this copy. Nothing happens if the unit is already gathered, or has no gather.
         """
         if unit.gathered or unit.gather is None:
             return
@@ -639,7 +639,8 @@ class StepSimulator:
     def _finish_unit(self, unit: SimulatedUnit, *, first: bool, last: bool) -> None:
         """Simulate FSDP2's `post_backward`: reshard a unit and reduce its gradients.
 
-        Only one reduction is in flight at a time, because each waits for the previous one.
+        Only one reduction is in flight at a time, because each waits for the previous one. With ZeRO stages 0 and 1,
+        only the last micro-batch reduces gradients; earlier ones add them up.
 
         Args:
             unit: unit whose backward has ended.

@@ -627,7 +627,7 @@ class FusedAttention:
             q: [B, heads, S, D] queries.
             k: [B, groups, S, D] keys.
             v: [B, groups, S, D] values.
-            mask: mask of the scores; None for causal attention.
+            mask: [1 or B, 1, S, S] mask of the scores; None for causal attention.
         """
         batch, heads, seq, channels = q.shape
         kept = [q.new_empty(batch, heads, seq, dtype=torch.float32)]

@@ -183,6 +183,10 @@ class ChatTemplate:
             options: template variables for this conversation only.
             **how: options of transformers' `render_jinja_template`. Without `return_assistant_tokens_mask` the list of
                 ranges is empty.
+
+        Raises:
+            ValueError: the template does not handle a message's role, does not read tools, documents or tool calls of
+                the conversation, or fails.
         """
         source = self.source(options.get("tools"))
         for number, role in enumerate((message["role"] for message in messages), start=1):

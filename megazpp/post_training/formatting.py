@@ -231,7 +231,11 @@ def _check_text_only(record: Record) -> None:
 
 
 def _supervised_texts(record: Record, template: ChatTemplate, config: DataFormatConfig) -> list[Text]:
-    """Return a list with one `Text` for a line of supervised data: its text, and the character ranges to train on."""
+    """Return a list with one `Text` for a line of supervised data: its text, and the character ranges to train on.
+
+    Raises:
+        ValueError: the line lacks the columns of supervised data, has a value of the wrong type, or has images.
+    """
     _check_text_only(record)
     if record.get("messages") is not None:
         messages = _value(record, "messages")
@@ -318,7 +322,11 @@ def _answer(
 
 
 def _string(text: str, start: int, config: DataFormatConfig) -> Text:
-    """Return the `Text` of a string that is no conversation; its characters from `start` on are trained on."""
+    """Return the `Text` of a string that is no conversation; its characters from `start` on are trained on.
+
+    Raises:
+        ValueError: --assistant-only-loss is set, which requires a conversation.
+    """
     if config.assistant_only_loss:
         raise ValueError("--assistant-only-loss needs a conversation (a list of messages), but this is a string")
     return text, [(start, len(text))], True
@@ -338,7 +346,11 @@ def _conversation(
 
 
 def _render_prompt(template: ChatTemplate, prompt: Sequence[Message], record: Record) -> str:
-    """Return the text of a prompt that is a conversation, up to the beginning of the assistant's answer."""
+    """Return the text of a prompt that is a conversation, up to the beginning of the assistant's answer.
+
+    Raises:
+        ValueError: the last message is already the assistant's, or the template cannot render the conversation.
+    """
     if prompt and prompt[-1]["role"] == "assistant":
         raise ValueError(
             "the last message of 'prompt' is the assistant's, so there is nothing to answer: move this message to the "

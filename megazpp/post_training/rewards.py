@@ -177,7 +177,11 @@ def check_reward_functions(config: RewardConfig) -> None:
 
 
 def _load(value: str) -> Callable[..., Any]:
-    """Import the function that a value of --reward-funcs names, MODULE:FUNCTION or FILE.py:FUNCTION."""
+    """Import the function that a value of --reward-funcs names, MODULE:FUNCTION or FILE.py:FUNCTION.
+
+    Raises:
+        ValueError: the module or the file cannot be imported, or it has no such function.
+    """
     module_name, _, name = value.rpartition(":")
     path = find_file(module_name)
     with _importing(value):

@@ -281,7 +281,7 @@ def experts_table(run: Run) -> Table:
 
 
 def traffic_line(run: Run) -> str:
-    """Return the sentence below a run's traffic table: the counted steps, and ZeRO-3's bytes for these steps."""
+    """Return the text below a run's traffic table: the counted steps, and if known, ZeRO-3's bytes for these steps."""
     line = f"Counted over the {run.summary.get('iterations')} steps since the last start."
     if (would := _zero3_bytes(run)) is None:
         return line

@@ -33,7 +33,8 @@ from megazpp.report.groups import Row, groups_line, groups_table, strips
 from megazpp.report.runs import Run
 
 MARK = "<!doctype html><!-- MegaZ++ report -->"  # first line of a report, by which `write_report` detects an older one
-# A curve has POINTS_OF_PAGE / number of runs points, but at least FEWEST_POINTS and at most MOST_POINTS.
+# Each curve is reduced to about POINTS_OF_PAGE / (number of runs) points, but to no fewer than about FEWEST_POINTS and
+# no more than about MOST_POINTS. A curve with fewer points keeps all of them.
 POINTS_OF_PAGE, MOST_POINTS, FEWEST_POINTS = 8000, 1500, 200
 COLOURS = 7  # number of colors that page.css defines for the curves of runs
 

@@ -167,8 +167,9 @@ def open_run(worker: Worker, parsed: ParsedRun, announced: Cluster, source: Load
         if worker.rank == 0:
             with user_errors():
                 continued = records_to_continue(verified, config.checkpoint, jobs=config.jobs)
-                # A job that the launcher has restarted, or that was started again with --load, repeats iterations of
-                # its earlier records, also if it had stopped before its first checkpoint.
+                # A job that the launcher has restarted, or that was started again with --load, may log iterations that
+                # its earlier records contain already. This holds at iteration 0 too, because the job may have stopped
+                # before its first checkpoint. So `first`, which marks a resumed run, is set in all these cases.
                 repeats = start.iteration > 0 or worker.restarts > 0
                 repeats |= config.checkpoint.load is not None and not config.checkpoint.finetune
                 first = start.iteration + 1 if repeats else None

@@ -205,9 +205,9 @@ def _gradients(
 
     Args:
         grads: gradients [S, B, out/T] of the outputs of the layers.
-        x: input of the layers, or this rank's slice of it with `split`.
-        weights: weights of the layers.
-        needed: one bool per weight, then one per bias: True if its gradient is computed, False for None instead.
+        x: input of the layers, [S, B, in], or with `split` this rank's slice of it, [S/T, B, in].
+        weights: weights of the layers, [out/T, in] each.
+        needed: one bool per weight, then one per bias. False returns None in place of that gradient.
         split: True if x is a slice of the sequence.
         tp: tensor-parallel axis.
     """

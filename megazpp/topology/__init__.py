@@ -1,1 +1,1 @@
-"""The cluster, and the placement of ranks on its nodes and mesh axes, computed from integers without torch."""
+"""The cluster, and the placement of ranks on its nodes and mesh axes. These modules do not import torch."""

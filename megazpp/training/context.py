@@ -100,7 +100,10 @@ class Console:
             print(text, file=self._out, flush=True)
 
     def _write(self, text: str) -> None:
-        """Append lines to the log file. Before `keep` has set this file, store the lines in memory."""
+        """Append lines to the log file. Before `keep` has set this file, store the lines in memory.
+
+        If the file cannot be written, print a warning once, and drop these and all later lines.
+        """
         if self._file is None:
             self._before.append(text)
             return

@@ -313,7 +313,10 @@ def catching_signals(stops: StopConditions, *, answers: bool = False) -> Iterato
     """
 
     def catch(signum: int, frame: FrameType | None) -> None:
-        """Handle a stop signal: store its number, so that the training loop stops after a step."""
+        """Handle a stop signal: store its number, so that the training loop stops after a step.
+
+        After SIGINT, a second SIGINT ends the process.
+        """
         stops.caught = signum
         if signum == signal.SIGINT:
             signal.signal(signum, signal.SIG_DFL)  # a second Ctrl-C ends the process even in a blocked collective

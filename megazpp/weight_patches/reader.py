@@ -246,7 +246,11 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _read_weights(path: Path) -> _Part:
-    """Read and verify a `weights` file, and return all shards of the training rank that has written the file."""
+    """Read and verify a `weights` file, and return all shards of the training rank that has written the file.
+
+    Raises:
+        DamagedError: the file cannot be read, or its content does not have the checksum in its header.
+    """
     tensors, about, found = _read(path)
     if found != about.get("checksum"):
         raise DamagedError(

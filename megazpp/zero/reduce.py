@@ -254,7 +254,7 @@ class TwoHopReduce(SummingReduce):
         super().begin()
 
     def start(self, gradients: torch.Tensor, result: torch.Tensor) -> Work[torch.Tensor] | None:
-        """Start the intra-node hop, and in the step's last micro-batch also the cross-node hop.
+        """Start the intra-node hop, and if `crosses` is True also the cross-node hop.
 
         See `SummingReduce.start` for arguments and result.
         """
@@ -323,7 +323,8 @@ class TwoHopReduce(SummingReduce):
     def warm_up(self, device: torch.device) -> None:
         """Compile the kernels of both hops for `device`, by packing and summing zeros in temporary tensors.
 
-        No rank communicates, and neither partial sums nor error feedback change.
+        No rank communicates, and neither partial sums nor error feedback change. A unit without trained parameters
+        needs no kernels.
         """
         if not self.unit.trained:
             return

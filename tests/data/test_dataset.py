@@ -286,7 +286,7 @@ def test_more_samples_than_memory_can_index_are_rejected_with_their_flag(tmp_pat
 
 
 def test_unsuitable_vocabulary_size_is_rejected_without_sentencepieces_log():
-    # the prefix of SentencePiece's internal errors in versions 0.2.1 and 0.2.3
+    # messages of SentencePiece's internal errors begin with "Internal:" in version 0.2.1, with "INTERNAL:" in 0.2.3
     for internal in ("Internal", "INTERNAL"):
         assert _IN_SENTENCEPIECE.sub("", f"{internal}: src/trainer_interface.cc(664) [(a()) == (b())] high") == " high"
     for text, size, reason in (

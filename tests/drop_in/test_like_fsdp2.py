@@ -445,7 +445,7 @@ SCENARIOS["given up, zeroed"] = lambda mode: given_up(mode, last=True, to_none=F
 
 @scenario
 def one_rank_discards(mode: str) -> Run:
-    """Discard gradients by a call of only one rank, after all ranks have run the same backwards.
+    """Discard gradients on one rank only, after all ranks have run the same backwards: all ranks must discard them.
 
     In the first step rank 0 calls `discard`. In the second step rank 1 leaves `accumulate` by an exception.
     """

@@ -27,9 +27,9 @@ FACTS = {"--seed": "1"}
 
 
 class Group:
-    """The job of one group of elastic DiLoCo, which follows the protocol of agent.py and loop.py without weights.
+    """A simulated job of one group of elastic DiLoCo, which follows the protocol of agent.py and loop.py.
 
-    Numbers stand for weights and contributions.
+    It trains no model: numbers stand for weights and contributions.
     """
 
     def __init__(self, name: str, incarnation: str, version: int, version_id: str, rules: Rules) -> None:
@@ -484,7 +484,10 @@ def world_with_contributions(count: int, publish: list[int]) -> World:
 
 
 def test_group_that_takes_no_step_although_its_ranks_report_is_out():
-    """Groups need 0.3 s per step here. One without a step for 10 s + 20 * 0.3 s is out; others get its samples."""
+    """Groups need 0.3 s per step here. A group that holds samples and takes no step for over 16 s is out.
+
+    The 16 s are HEARTBEAT_SECONDS + HANGING_STEPS * 0.3 s. Other groups then get the samples.
+    """
     world = world_with_contributions(2, publish=[])
     world.groups[1].steps, world.groups[1].cell = 2, [1, 2, 4]
     for group in world.groups.values():

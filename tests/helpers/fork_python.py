@@ -1,9 +1,10 @@
 """A `python` command that starts in milliseconds: a server that has already imported torch forks for each program.
 
-A process that runs the command (the caller) starts a small client process. The fork has the client's arguments, working
-directory, environment, open files, blocked signals and namespaces. Programs that the fork starts by `sys.executable`
-are forks too. The client passes signals on to the fork, and ends with the fork's exit code or signal. Only the client
-is in the caller's session and process group, and the fork is no descendant of the client.
+A process that runs the command (the caller) starts a small client process. For each client, the server forks a process
+that becomes the program (the fork). The fork has the client's arguments, working directory, environment, open files,
+blocked signals and namespaces. Programs that the fork starts by `sys.executable` are forks too. The client passes
+signals on to the fork, and ends with the fork's exit code or signal. Only the client is in the caller's session and
+process group, and the fork is no descendant of the client.
 
     command: python tools/x.py --flag     (a small client, below)
         connects and sends its files   --> server: forks; the child becomes the program

@@ -9,7 +9,7 @@ def free_port() -> int:
     """Return a TCP port that programs of this test can listen on, and that the system gives to no other process.
 
     This process stays bound to the port, and does not listen. Linux still lets a program listen on the port if it sets
-    SO_REUSEADDR, as servers do. A connection to the port is refused until then.
+    SO_REUSEADDR, as servers do. Until a program listens, a connection to the port is refused.
     """
     HELD.append(socket.socket())
     HELD[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

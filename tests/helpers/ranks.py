@@ -95,9 +95,10 @@ def ranks(world_size: int) -> Ranks:
 
 
 def start_server() -> None:
-    """Fork the server from which all worker processes are forked. So workers have the modules of this process.
+    """Fork the server from which all worker processes are forked, so that workers have this process's modules.
 
-    Call this before anything has started threads, such as process groups do.
+    Call this before this process creates process groups. Their threads may hold locks during the fork, and in the
+    server these locks would never be released.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("multiprocessing.util.spawnv_passfds", _fork_server)

@@ -1,4 +1,8 @@
-"""Test training states in host memory: bit-identical training, counted copies, rejected flags, too little memory."""
+"""Test training states in host memory.
+
+Training is bit-identical to training with states on the device. Copies are counted. Unsupported flags, and too little
+host memory, raise errors before any allocation.
+"""
 
 import dataclasses
 import re

@@ -168,10 +168,10 @@ def losses_and_gradients(
     ],
 )
 def test_float8_model_is_near_fp32_and_gathers_inputs_once(style, fmt, sequence_parallel, calls):
-    """Compare float8 with fp32 products, and two tp ranks with one rank; count the collectives in backward.
+    """Compare float8 with fp32 on one rank, and float8 on two tp ranks with one rank; count backward's collectives.
 
-    Losses differ little, because initial weights are small. Gradients accumulate the errors of all later products.
-    Each rank scales its slices separately, so its rounded operands differ from one rank's in the last bits.
+    Losses differ little, because initial weights are small. A gradient has the errors of all products of later layers.
+    Two ranks scale their slices separately, so their float8 operands are rounded differently from those of one rank.
     """
     (losses, grads, _), (plain, exact, _) = (losses_and_gradients(STYLES[style], f) for f in (fmt, None))
     assert 0.0 < distance(losses, plain) < 2e-3

@@ -39,7 +39,7 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            # torch may stop the recomputation of layer 0 early; it recomputes all operations of the other layers
+            # Test both ways: torch may stop the recomputation of layer 0 early, and recomputes the other layers fully
             with set_checkpoint_early_stop(index == 0):
                 x = torch.tanh(checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
         return x * self.scale
@@ -177,7 +177,7 @@ def test_one_rank_uses_weights_in_place_or_packs_them_in_fewer_bits():
 
 
 def gradients_of_two(model: nn.Module, together: bool) -> list[torch.Tensor]:
-    """Return the input gradients of two forwards that both run before the backwards, with an evaluation between.
+    """Return the input gradients of two forwards. An evaluation runs after both forwards and before any backward.
 
     Preference training does this with its chosen and rejected texts. If `together` is True, one backward computes the
     gradients of both losses, otherwise two backwards follow each other.

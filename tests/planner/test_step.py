@@ -90,9 +90,9 @@ def watch(counter: Any, axes: Any) -> Mock:
 
 
 def in_order(told: Mock) -> tuple[list[str], dict[str, list[Any]]]:
-    """From the record of `watch`, return the names of axes in the order of their tasks, and each axis's traffic.
+    """Return, from the record of `watch`, the axis of each task in the order of submission, and the traffic by axis.
 
-    The traffic is a list of [collective, bytes] by axis.
+    The traffic of an axis is a list of [collective, bytes sent by this rank].
     """
     collectives = [call.args for call in told.add.mock_calls]
     sent = {axis: [what for _, on, *what in collectives if on == axis] for axis in DATA_AXES}

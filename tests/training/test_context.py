@@ -136,7 +136,7 @@ def test_file_of_an_earlier_run_that_is_not_utf8_is_kept_under_another_name(tmp_
 
 def test_run_folder_is_locked_by_one_job_until_it_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    # each reading of the clock adds a second, so locking gives up after five tries
+    # each reading of the clock adds a second, so the patience of 5 s ends after six tries to lock
     monkeypatch.setattr("time.monotonic", itertools.count().__next__)
     first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     first.lock()

@@ -68,7 +68,7 @@ def engine():
 
 
 def run_program(heading: str, folder: Path, url: str, **names: Any) -> None:
-    """Run the program of the documentation page that contains `heading`, for two rounds of its loop.
+    """Run one program of the documentation page for two rounds of its loop; only that program contains `heading`.
 
     The last patch appears in the folder between the rounds.
     """

@@ -40,12 +40,14 @@ def test_verification_passes_and_changes_no_loss(case):
 
 
 def corrupt(case: Case, rank: int, slot: int) -> tuple[str, str]:
-    """Flip a bit of a message in one rank's secondary partition, and verify the weights before and after a step.
+    """Flip a bit in one rank's secondary partition after a backward, and verify the weights twice.
+
+    The first verification is before the optimizer step, the second after it. The step replaces the partitions.
 
     Args:
         case: training run.
-        rank: rank whose copy is corrupted.
-        slot: node that has sent the corrupted message of the unit layers.0.
+        rank: global rank whose secondary partition is corrupted.
+        slot: index of the node that has sent the corrupted message, which belongs to the unit layers.0.
 
     Returns:
         (error message before the step, error message after it); "no error" if the verification passes.

@@ -163,7 +163,16 @@ class Driver:
         theirs.close()
 
     def step(self, variant: str, micro_batches: int) -> dict[str, Any]:
-        """Run one optimizer step of a variant, or with DiLoCo a cycle of local steps; return its measurements."""
+        """Run one optimizer step of a variant, or with DiLoCo one cycle of local steps; return its measurements.
+
+        Args:
+            variant: name of a variant, or ESTIMATE. ESTIMATE runs no step, and returns the planner's estimate of the
+                seconds per step by variant.
+            micro_batches: micro-batches of each rank per optimizer step.
+
+        Raises:
+            UserError: the rank processes have ended.
+        """
         self._pipe.send((variant, micro_batches))
         return self.receive()
 

@@ -278,7 +278,10 @@ def measure_goodput(out: Path) -> str:
         run.check()
 
     def speed(first: int, last: int) -> float:
-        """Return the merged tokens per second between two versions of the outer weights."""
+        """Return the merged tokens per second from version `first` to version `last` of the outer weights.
+
+        The count includes the contributions that the commits after `first`, up to `last`, have merged.
+        """
         tokens = sum(entry["tokens"] for commit in commits[first:last] for entry in commit["set"])
         return tokens / (commits[last - 1]["time"] - commits[first - 1]["time"])
 

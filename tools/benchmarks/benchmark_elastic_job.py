@@ -97,8 +97,8 @@ def around(owner: Any, name: str, *, before: Callable[..., Any] | None = None, a
 def slow_down_steps(seconds: float) -> None:
     """Delay training steps, so that each takes at least `seconds`.
 
-    A step begins at least `seconds` after the previous step has begun. The first step of an interval begins at least
-    `seconds` after the beginning of the interval.
+    A step begins at least `seconds` after the previous step has begun. An interval is the time from one contribution of
+    the group to the next. Its first step begins at least `seconds` after the group has got samples (`_await_cell`).
     """
     began = 0.0
 

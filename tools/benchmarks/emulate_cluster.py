@@ -129,7 +129,10 @@ class RankProcesses(Workers):
         return code
 
     def _report(self, failures: Mapping[int, int]) -> int:
-        """Print why the job failed, and return its exit code. `failures` are nonzero exit codes by rank."""
+        """Print why the job failed, unless rank 0 has printed it, and return the exit code.
+
+        `failures` are nonzero exit codes by rank.
+        """
         if EXIT_USER_ERROR in failures.values():  # rank 0 has already printed the message
             return EXIT_USER_ERROR
         for rank, errors in enumerate(self._errors, start=1):
@@ -205,7 +208,7 @@ class EmulatedCluster:
     def set_rate(self, rate: str) -> None:
         """Change the rate limit of the link between each node and the bridge, for both directions of the link.
 
-        Jobs may be running meanwhile. `rate` has the format of `parse_rate`.
+        Jobs may be running meanwhile. `rate` has the format of `parse_rate`; UNLIMITED removes the limit.
         """
         bits = parse_rate(rate)
         for node in range(self.nodes):
@@ -239,7 +242,11 @@ class EmulatedCluster:
         return job
 
     def _make(self) -> None:
-        """Create the namespaces, then the bridge and the veth pairs, and give the nodes addresses and host names."""
+        """Create the namespaces, then the bridge and the veth pairs, and give the nodes addresses and host names.
+
+        Raises:
+            UserError: a namespace cannot be created, or a command of `ip` fails.
+        """
         lines = [f"127.0.0.1 localhost {socket.gethostname()}"]
         # The file names each address in two forms, because IPv6 sockets report an IPv4 address a as ::ffff:a.
         lines += [f"{form}{_address(node)} node{node}" for node in range(self.nodes) for form in ("", "::ffff:")]

@@ -1,4 +1,7 @@
-"""Train a mixture of experts, which transformers shards, with ZeRO++. Run on two nodes; HOST is the first's address:
+"""Train a mixture of experts, which transformers has sharded, with ZeRO++.
+
+The library transformers shards dense weights with FSDP2, and divides the experts between ranks. Run this command on
+each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/qwen3_experts.py
 """
