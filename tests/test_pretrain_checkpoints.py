@@ -136,10 +136,11 @@ def test_resumed_run_continues_the_same_wandb_run(continued):
 
 def test_flags_that_contradict_checkpoints_are_rejected_before_the_start(home, continued, run_main, monkeypatch):
     monkeypatch.chdir(home)
+    Path("empty").mkdir()
     for flags, said in (
         ("--save saved", "--save saved holds checkpoints already (up to iteration 6): pass --load saved to resume"),
         ("--load saved --hidden-size 24", "--hidden-size is 24, was 16 in saved"),
-        ("--load missing --use-checkpoint-args", "--use-checkpoint-args: --load missing has no checkpoint"),
+        ("--load empty --use-checkpoint-args", "--use-checkpoint-args: --load empty has no checkpoint"),
     ):
         code, _, err = run_main(pretrain_gpt.main, *FLAGS, *flags.split())
         assert (code, err.startswith(f"pretrain_gpt.py: error: {said}")) == (2, True), err
