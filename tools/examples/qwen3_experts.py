@@ -1,7 +1,6 @@
-"""Train a mixture of experts, which transformers has sharded, with ZeRO++.
+"""Train a mixture of experts that transformers has sharded: dense weights by FSDP2, experts divided between ranks.
 
-The library transformers shards dense weights with FSDP2, and divides the experts between ranks. Run this command on
-each of two nodes; HOST is the first node's address:
+Run this command on each of two nodes; HOST is the first node's address:
 
 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 tools/examples/qwen3_experts.py
 """
