@@ -177,8 +177,12 @@ class FirstFailure:
 
         None if it has occurred on this host, or if no failure is recorded yet.
         """
-        key, text, _ = json.loads(self._store.get("text")) if self.is_known else (self._key, "", 0)
-        return None if key == self._key else text
+        return self._read()[0] if self.is_known else None
+
+    def _read(self) -> tuple[str | None, int]:
+        """Return the recorded error, or None if it has occurred on this host, and the exit code of its process."""
+        key, text, code = json.loads(self._store.get("text"))
+        return None if key == self._key else text, code
 
     def claim(self) -> bool:
         """Return True if this process is the first to fail. It must then print its own error, and call `write`."""
@@ -203,8 +207,7 @@ class FirstFailure:
         # An error means that the process with the store has ended, or that the link to it is down.
         with contextlib.suppress(Exception):
             if wait_until(lambda: self.is_known, 2 * CLAIM_SECONDS):
-                text = self.elsewhere
-                code = json.loads(self._store.get("text"))[2]
+                text, code = self._read()
         if text is not None and self._place.local_rank == 0 and LAUNCHER_PID not in os.environ:
             say(f"\nrank {self._place.rank} on {self.host} ends: {text}")
         return EXIT_USER_ERROR if code == EXIT_USER_ERROR and LAUNCHER_PID not in os.environ else EXIT_SECONDARY
