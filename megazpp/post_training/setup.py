@@ -18,6 +18,7 @@ from megazpp.checkpoint.folder import CheckpointFolder, iteration_of
 from megazpp.checkpoint.metadata import CheckpointMetadata, check_same_model
 from megazpp.checkpoint.read import LoadSource, choose_source, peek, saves_where_it_loads
 from megazpp.convert.native import open_tokenizer
+from megazpp.data.cache import check_cache_dir
 from megazpp.data.dataset import build_tokenizer, cache_dir
 from megazpp.data.documents import missing_file
 from megazpp.data.tokenizer import Tokenizer, TokenizerConfig
@@ -39,7 +40,7 @@ from megazpp.post_training.reference import find_frozen, reward_config
 from megazpp.post_training.rewards import check_reward_functions
 from megazpp.run.arguments import ParsedRun, RunConfig
 from megazpp.run.checkpoint_flags import with_checkpoint_flags, with_resumed_weight_delta
-from megazpp.run.flag_checks import check_model, check_output_folders
+from megazpp.run.flag_checks import check_model
 from megazpp.run.start import own_checkpoints
 from megazpp.training.batches import BatchPlan
 
@@ -172,7 +173,7 @@ def check_files(parsed: ParsedRun, earlier: CheckpointMetadata) -> None:
     with problems:
         check_reward_functions(rewards)
     with problems:
-        check_output_folders(config, cache_dir(config.data))
+        check_cache_dir(cache_dir(config.data))
     with problems:
         tokenizer = parsed.tokenizer or build_tokenizer(config.tokenizer, config.data, log=lambda line: None)
         with problems:

@@ -63,8 +63,11 @@ def check_paths(parsed: ParsedRun, *, needs_load: bool = False, pairs: bool = Tr
     with problems:
         if (cluster_file := parsed.config.cluster.cluster_file) is not None:
             read_cluster(cluster_file)
-    with problems:
-        check_output_folders(parsed.config, data.data_cache_path)
+    folders = {"--save": checkpoint.save, "--run-dir": parsed.config.tracking.run_dir}
+    for name, folder in {**folders, "--data-cache-path": data.data_cache_path}.items():
+        with problems:
+            if folder is not None:
+                check_cache_dir(Path(folder).expanduser(), name)
     with problems:
         resolve_text_paths(data.text_path)
     for name, values in {"--data-path": data.data_path, **paths_by_use(data)}.items():
@@ -76,24 +79,6 @@ def check_paths(parsed: ParsedRun, *, needs_load: bool = False, pairs: bool = Tr
                     raise ValueError(missing_file(path))
     problems.raise_all()
     return False
-
-
-def check_output_folders(config: RunConfig, cache: str | Path | None) -> None:
-    """Check that the folders of --save and --run-dir, and the cache folder, exist or can be created.
-
-    Args:
-        config: flags of the run.
-        cache: folder of the data cache; None to leave it out.
-
-    Raises:
-        ValueError: a folder is a file, or cannot be created. The message has one line per flag and folder.
-    """
-    problems, folders = Problems(), {"--save": config.checkpoint.save, "--run-dir": config.tracking.run_dir}
-    for name, folder in {**folders, "--data-cache-path": cache}.items():
-        with problems:
-            if folder is not None:
-                check_cache_dir(Path(folder).expanduser(), name)
-    problems.raise_all()
 
 
 def check_model(model: GPTConfig, parallel: ParallelConfig, seq_length: int) -> None:
